@@ -1,0 +1,149 @@
+#!/usr/bin/env bash
+# Train every config with the same arguments, one after another, then draw the comparison and print its tables.
+set -euo pipefail
+
+here=$(cd -- "$(dirname -- "${BASH_SOURCE[0]}")" && pwd)
+
+# Options that go to train.py as they are, and those that steer this script.
+train_options=(num_layers hidden_dim num_heads vocab_size seq_length batch_size gradient_accumulation_steps num_steps
+  warmup_steps learning_rate zero_stage dataset tokenizer log_interval seed)
+declare -A option=([configs]='baseline,bf16_full' [seed]=42)
+
+usage() {
+  cat <<EOF
+usage: run_comparison.sh [--OPTION VALUE]...
+
+Trains each config with the same arguments, tees each run to LOG_DIR/NAME.log, then runs plot_loss.py.
+With GPUs: 32 layers x 4096 wide, 1000 steps of Wikitext-103, on all of them. Without: a small model on two CPU ranks.
+
+  --configs A,B,...        names under configs/, the reference first (default: ${option[configs]})
+  --num_gpus N             GPUs, or CPU ranks (default: all GPUs; 2 CPU ranks)
+  --log_dir DIR            CSVs, run records and logs (default: logs/ beside this script)
+  --output PNG             the figure (default: loss_comparison.png beside this script, or in --log_dir if given)
+  --activation_checkpointing, --no_activation_checkpointing
+                           recompute activations in backward (default: with GPUs only)
+  --dry_run                print the commands and stop
+  --help                   this text
+
+Passed on to train.py, which explains them (train.py --help):
+$(printf '  --%s\n' "${train_options[@]}")
+EOF
+}
+
+die() {
+  echo "run_comparison.sh: error: $1" >&2
+  exit 2
+}
+
+parse_options() {
+  while (($#)); do
+    local name=${1#--} value=''
+    [[ $1 == --* ]] || { usage >&2; die "unexpected argument $1"; }
+    [[ $name == *=* ]] && { value=${name#*=} name=${name%%=*}; set -- "--$name" "$value" "${@:2}"; }
+    case $name in
+      help) usage; exit 0 ;;
+      dry_run) option[dry_run]=1; shift ;;
+      activation_checkpointing) option[checkpointing]=1; shift ;;
+      no_activation_checkpointing) option[checkpointing]=0; shift ;;
+      *)
+        [[ " ${train_options[*]} configs num_gpus log_dir output " == *" $name "* ]] ||
+          { usage >&2; die "unknown option $1"; }
+        (($# > 1)) || die "option $1 needs a value"
+        option[$name]=$2
+        shift 2
+        ;;
+    esac
+  done
+}
+
+preset() { # NAME=VALUE...: defaults for what the user did not give
+  local pair
+  for pair in "$@"; do
+    [[ -n ${option[${pair%%=*}]+given} ]] || option[${pair%%=*}]=${pair#*=}
+  done
+}
+
+choose_preset() {
+  local gpus=0
+  if command -v nvidia-smi >/dev/null; then
+    gpus=$(nvidia-smi -L 2>/dev/null | grep -c '^GPU' || true)
+  fi
+  if ((gpus)); then
+    echo "Preset: 6.86-billion-parameter model on $gpus GPUs (nvidia-smi lists them)."
+    preset num_gpus="$gpus" num_layers=32 hidden_dim=4096 num_heads=32 batch_size=1 num_steps=1000 checkpointing=1
+  else
+    echo "Preset: small model on two CPU ranks (nvidia-smi lists no GPU). A first run compiles for about a minute."
+    export DS_ACCELERATOR=cpu
+    preset num_gpus=2 num_layers=4 hidden_dim=128 num_heads=4 seq_length=256 batch_size=4 num_steps=300 \
+      dataset=builtin tokenizer=builtin checkpointing=0
+  fi
+}
+
+run() { # LOG COMMAND...: the command's own exit code, everything it prints also in LOG
+  local log=$1
+  shift
+  "$@" 2>&1 | tee -- "$log"
+  return "${PIPESTATUS[0]}"
+}
+
+train_one() { # CONFIG
+  local name=$1 csv=$log_dir/$1_loss.csv log=$log_dir/$1.log started code=0
+  local command=(deepspeed "--num_gpus=${option[num_gpus]}" "--master_port=$(free_port)" --log_level=error
+    "$here/train.py" --deepspeed_config "$here/configs/$name.json" --use_real_data --loss_log_file "$csv")
+  local key
+  for key in "${train_options[@]}"; do
+    [[ -n ${option[$key]+given} ]] && command+=("--$key" "${option[$key]}")
+  done
+  ((option[checkpointing])) && command+=(--activation_checkpointing)
+  if [[ -n ${option[dry_run]+given} ]]; then
+    printf '%q ' "${command[@]}"
+    echo
+    return
+  fi
+  echo "== $name"
+  started=$(mktemp)
+  run "$log" "${command[@]}" || code=$?
+  # A launcher that is killed can exit with 0: the record, written since we started, has to say so too.
+  if ((code == 0)) && ! { [[ ${csv%.csv}.json -nt $started ]] && is_completed "${csv%.csv}.json"; }; then
+    code=1
+  fi
+  rm -f -- "$started"
+  ((code == 0)) || { echo "run_comparison.sh: error: $name failed, see $log" >&2; exit "$code"; }
+}
+
+free_port() {
+  python3 -c 'import socket; s = socket.socket(); s.bind(("", 0)); print(s.getsockname()[1])'
+}
+
+is_completed() { # RECORD
+  python3 -c 'import json, sys; sys.exit(json.load(open(sys.argv[1]))["status"] != "completed")' "$1"
+}
+
+plot() {
+  local command=(python3 "$here/plot_loss.py") name
+  for name in "${configs[@]}"; do
+    command+=(--run "$name=$log_dir/${name}_loss.csv")
+  done
+  command+=(--output "${option[output]}" --summary "$log_dir/summary.md")
+  if [[ -n ${option[dry_run]+given} ]]; then
+    printf '%q ' "${command[@]}"
+    echo
+  else
+    "${command[@]}"
+  fi
+}
+
+parse_options "$@"
+choose_preset
+IFS=, read -ra configs <<<"${option[configs]}"
+for name in "${configs[@]}"; do
+  [[ -f $here/configs/$name.json ]] || die "no config $here/configs/$name.json"
+done
+preset output="${option[log_dir]:-$here}/loss_comparison.png" log_dir="$here/logs"
+log_dir=${option[log_dir]}
+command -v deepspeed >/dev/null || die "deepspeed is not installed: pip install -r requirements.txt"
+[[ -n ${option[dry_run]+given} ]] || mkdir -p -- "$log_dir"
+for name in "${configs[@]}"; do
+  train_one "$name"
+done
+plot

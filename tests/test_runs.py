@@ -1,0 +1,178 @@
+"""Whole runs of train.py through the real launcher: config x ZeRO stage x ranks, and what must not depend on them."""
+
+import json
+import math
+import subprocess
+import sys
+
+import pytest
+from conftest import ROOT, TINY, environment, flags, free_port, launch
+
+CONFIGS = ("baseline", "bf16_full")
+GLOBAL_BATCH = 4
+VOCAB = 512
+# What every row of the table trains on: the same 8 global batches of random tokens.
+RANDOM = {"vocab_size": VOCAB, "learning_rate": 1e-3}
+# Between stages and rank counts only the order of additions differs. A bf16 gradient or weight carries 8 bits, so one
+# that falls on the other side of a rounding boundary moves by 2^-8 of itself; over 8 steps that shows in the loss's
+# fourth decimal. A wrong shard, scale or sum shows in the first or second.
+SAME_LOSS = 2e-3
+
+CORE = [(config, stage, 2) for config in CONFIGS for stage in (1, 2, 3)] + [("bf16_full", 3, 1), ("bf16_full", 3, 4)]
+ALL = [(config, stage, ranks) for config in CONFIGS for stage in (1, 2, 3) for ranks in (1, 2, 4)]
+TABLE = [pytest.param(*row, marks=[] if row in CORE else pytest.mark.slow, id="-".join(map(str, row))) for row in ALL]
+
+
+def table_run(train, config, stage, ranks):
+    return train(config, ranks, zero_stage=stage, batch_size=GLOBAL_BATCH // ranks, **RANDOM)
+
+
+@pytest.mark.parametrize("config, stage, ranks", TABLE)
+def test_table(train, config, stage, ranks):
+    run = table_run(train, config, stage, ranks)
+    assert run.code == 0, run.stdout + run.stderr
+    assert run.stderr == ""
+    assert [int(row["step"]) for row in run.rows] == list(range(8))
+    assert abs(run.losses[0] - math.log(VOCAB)) < 0.1, "initialisation is lost"
+    record = run.record
+    assert (record["status"], record["world_size"], record["zero_stage"]) == ("completed", ranks, stage)
+    assert record["tokens_per_step"] == GLOBAL_BATCH * TINY["seq_length"]
+    reference = table_run(train, config, 3, 2)
+    assert run.losses == pytest.approx(reference.losses, abs=SAME_LOSS)
+
+
+def test_both_configs_start_from_the_same_weights_and_see_the_same_blocks(train):
+    baseline, bf16_full = (table_run(train, config, 3, 2) for config in CONFIGS)
+    assert baseline.losses[0] == bf16_full.losses[0]
+    assert baseline.record["data_fingerprint"] == bf16_full.record["data_fingerprint"]
+    assert baseline.losses != bf16_full.losses, "fp32 and bf16 states cannot agree to the last digit"
+
+
+def test_csv_columns_and_units(train):
+    run = table_run(train, "baseline", 3, 2)
+    header = run.csv.read_text().splitlines()[0]
+    assert header.startswith(
+        "step,loss,learning_rate,grad_norm,step_time_s,tokens_per_s,allocated_bytes,reserved_bytes,peak_bytes"
+    )
+    for row in run.rows:
+        assert float(row["learning_rate"]) == 1e-3
+        assert float(row["grad_norm"]) > 0
+        assert float(row["tokens_per_s"]) * float(row["step_time_s"]) == pytest.approx(
+            GLOBAL_BATCH * TINY["seq_length"]
+        )
+        assert 2**20 < int(row["allocated_bytes"]) <= int(row["peak_bytes"]) < 2**36, "bytes of one process"
+
+
+def test_record_tells_what_ran(train):
+    record = table_run(train, "bf16_full", 3, 2).record
+    assert record["config_name"] == "bf16_full"
+    assert record["arguments"]["num_layers"] == TINY["num_layers"]
+    assert record["deepspeed_config"]["optimizer"]["params"]["lr"] == 1e-3
+    assert record["deepspeed_config"]["train_micro_batch_size_per_gpu"] == GLOBAL_BATCH // 2
+    assert record["memory_kind"] == "resident memory"
+    assert record["versions"].keys() >= {"python", "torch", "deepspeed", "datasets", "transformers"}
+    hidden, layers, length = TINY["hidden_dim"], TINY["num_layers"], TINY["seq_length"]
+    block = 12 * hidden**2 + 13 * hidden  # four weight matrices of 12 h^2, their biases 9 h, two LayerNorms 4 h
+    assert record["parameter_count"] == layers * block + (2 * VOCAB + length) * hidden + 2 * hidden
+
+
+def test_summary_and_machine_readable_line(train):
+    run = table_run(train, "bf16_full", 3, 2)
+    (line,) = [line for line in run.stdout.splitlines() if line.startswith("RESULT ")]
+    result = json.loads(line.removeprefix("RESULT "))
+    assert result["status"] == "completed"
+    assert result["final_loss"] == run.losses[-1] == run.record["final_loss"]
+    assert result["peak_bytes"] == max(int(row["peak_bytes"]) for row in run.rows)
+    assert "mean step time" in run.stdout and "final loss" in run.stdout
+
+
+def test_output_is_quiet_unless_verbose(train):
+    quiet, verbose = table_run(train, "baseline", 3, 2), train("baseline", num_steps=2, verbose=True)
+    assert "DeepSpeed" not in quiet.stdout
+    assert "DeepSpeed" in verbose.stdout
+    assert "step 4/8" in quiet.stdout
+
+
+def test_command_line_wins_over_the_json_and_says_so_once(train):
+    run = table_run(train, "baseline", 1, 2)
+    assert run.stdout.count("stage: the command line's 1 replaces the config's 3") == 1
+    assert run.stdout.count("lr: the command line's 0.001 replaces the config's 0.0001") == 1
+
+
+def test_activation_checkpointing_does_not_change_the_loss(train):
+    for config in CONFIGS:
+        plain = table_run(train, config, 3, 2)
+        recomputed = train(config, zero_stage=3, batch_size=2, activation_checkpointing=True, **RANDOM)
+        assert recomputed.code == 0, recomputed.stderr
+        assert recomputed.losses == plain.losses
+
+
+def test_gradient_accumulation_equals_the_larger_batch(train):
+    whole = table_run(train, "baseline", 3, 2)
+    halves = train("baseline", zero_stage=3, batch_size=1, gradient_accumulation_steps=2, **RANDOM)
+    assert halves.losses == pytest.approx(whole.losses, abs=SAME_LOSS)
+    assert halves.record["tokens_per_step"] == whole.record["tokens_per_step"]
+
+
+@pytest.fixture(scope="module", params=CONFIGS)
+def probe(request):
+    run = launch(ROOT / "tests/probe_engine.py", "--deepspeed_config", ROOT / "configs" / f"{request.param}.json")
+    assert run.code == 0, run.stdout + run.stderr
+    (line,) = [line for line in run.stdout.splitlines() if line.startswith("PROBE ")]
+    return request.param, json.loads(line.removeprefix("PROBE "))
+
+
+def test_dtype_of_every_state_at_every_stage(probe):
+    config, reports = probe
+    kept = "torch.float32" if config == "baseline" else "torch.bfloat16"
+    for report in reports:
+        assert report["dtypes"] == {
+            "parameters": ["torch.bfloat16"], "gradients": [kept], "master_weights": [kept],
+            "exp_avg": [kept], "exp_avg_sq": [kept],
+        }  # fmt: skip
+
+
+def test_no_rank_ever_holds_the_whole_model_under_zero_3(probe):
+    _, reports = probe
+    by_stage = {report["stage"]: report for report in reports}
+    total = by_stage[3]["parameters"]
+    largest_layer = 4 * 64 * 64 + 4 * 64  # the MLP's input layer, whole for a moment before it is partitioned
+    assert by_stage[3]["resident_peak"] <= total / 2 + largest_layer
+    assert by_stage[1]["resident_peak"] == total, "the measure itself can see a whole model"
+
+
+def test_every_stage_starts_from_the_same_weights(probe):
+    _, reports = probe
+    assert len({report["loss"] for report in reports}) == 1
+    assert abs(reports[0]["loss"] - math.log(256)) < 0.1
+
+
+def test_global_rank_decides_what_data_a_rank_sees(train, tmp_path, wikitext_folder, tokenizer_folder):
+    """Two nodes with one process each, both of local rank 0, train as one node of two processes does."""
+    options = {"use_real_data": True, "dataset": wikitext_folder, "tokenizer": tokenizer_folder}
+    options |= {"batch_size": 2, "learning_rate": 3e-3}
+    one_node = train("bf16_full", **options)
+    port, path = free_port(), tmp_path / "loss.csv"
+    command = [
+        sys.executable,
+        "-m",
+        "torch.distributed.run",
+        "--nnodes=2",
+        "--nproc_per_node=1",
+        "--master_addr=127.0.0.1",
+    ]
+    command += [f"--master_port={port}"]
+    script = [ROOT / "train.py", "--deepspeed_config", ROOT / "configs/bf16_full.json", "--loss_log_file", path]
+    script += flags({**TINY, "num_steps": 8, **options})
+    nodes = [
+        subprocess.Popen(
+            list(map(str, [*command, f"--node_rank={rank}", *script])), env=environment(), stderr=subprocess.PIPE
+        )
+        for rank in (0, 1)
+    ]
+    errors = [node.communicate(timeout=240)[1] for node in nodes]
+    assert [node.returncode for node in nodes] == [0, 0], errors
+    record = json.loads(path.with_suffix(".json").read_text())
+    assert record["data_fingerprint"] == one_node.record["data_fingerprint"]
+    # One thread a rank there, two here, and another path for the sums: the same to rounding.
+    assert record["final_loss"] == pytest.approx(one_node.losses[-1], abs=SAME_LOSS)

@@ -1,0 +1,586 @@
+"""Train a GPT-style decoder under DeepSpeed and log what its numeric precision costs and saves.
+
+    deepspeed --num_gpus=4 train.py --deepspeed_config configs/baseline.json --num_layers 32 --hidden_dim 4096 ...
+
+The DeepSpeed JSON is the experiment: everything else stays the same between two runs that are compared. The file
+reads in the order a run happens: arguments, model, data, engine, measurement, loop, main.
+"""
+
+import argparse
+import io
+import itertools
+import json
+import logging
+import math
+import os
+import platform
+import random
+import sys
+import tempfile
+import time
+import warnings
+from contextlib import nullcontext, redirect_stdout
+from importlib.metadata import version
+from pathlib import Path
+
+os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")  # the data worker is a fork: its threads would not survive
+if "--verbose" not in sys.argv:
+    warnings.filterwarnings("ignore", category=FutureWarning)
+    warnings.filterwarnings("ignore", category=DeprecationWarning)
+
+import deepspeed
+import torch
+import torch.nn as nn
+import torch.nn.functional as F
+from deepspeed import comm as dist
+from deepspeed.accelerator import get_accelerator
+from torch.utils.checkpoint import checkpoint
+from tqdm import tqdm
+
+import cpu_bf16
+from ds_config import read_config, resolve_config
+from errors import UserError
+from run_log import Clock, RunLog, reset_peak_memory
+from text_source import go_offline_if_hub_is_unreachable, load_rows, load_tokenizer
+
+GPT2_VOCAB_SIZE = 50257
+CHUNK_ROWS = 32  # rows of text that stay together: about 2,000 tokens of Wikitext, several blocks
+SHUFFLE_CHUNKS = 1024  # chunks held in the shuffle buffer
+LOSS_CHUNK = 128  # tokens whose logits are widened to fp32 at once
+
+
+# ---------------------------------------------------------------------------------------------------- arguments
+
+
+class Parser(argparse.ArgumentParser):
+    def error(self, message):
+        raise UserError(f"{message} (see --help)")
+
+
+class Help(argparse.ArgumentDefaultsHelpFormatter):
+    def _get_help_string(self, action):
+        # A default of None says nothing; the help text tells where the value comes from.
+        return action.help if action.default in (None, False) else super()._get_help_string(action)
+
+
+def positive(text):
+    value = int(text)
+    if value < 1:
+        raise argparse.ArgumentTypeError(f"must be at least 1, not {value}")
+    return value
+
+
+def parse_args(argv=None):
+    """The command line as a namespace. Raises UserError for values that cannot work together."""
+    parser = Parser(description=__doc__.splitlines()[0], formatter_class=Help, allow_abbrev=False)
+    add = parser.add_argument_group("experiment").add_argument
+    add(
+        "--deepspeed_config",
+        required=True,
+        metavar="JSON",
+        help="DeepSpeed configuration, for example configs/baseline.json",
+    )
+    add("--zero_stage", type=int, choices=(1, 2, 3), help="ZeRO stage, in place of the JSON's")
+    add("--learning_rate", type=float, help="learning rate, in place of the JSON's")
+    add("--seed", type=int, default=42, help="seed of the weights and of the data order")
+
+    add = parser.add_argument_group("model").add_argument
+    add("--num_layers", type=positive, default=4, help="transformer blocks")
+    add("--hidden_dim", type=positive, default=128, help="width of the residual stream")
+    add("--num_heads", type=positive, default=4, help="attention heads; must divide hidden_dim")
+    add(
+        "--vocab_size",
+        type=positive,
+        help=f"rows of the embedding; the tokenizer's size, or {GPT2_VOCAB_SIZE}, unless given",
+    )
+    add("--seq_length", type=positive, default=512, help="tokens that the model sees at once")
+    add(
+        "--activation_checkpointing", action="store_true", help="recompute each block in backward instead of keeping it"
+    )
+
+    add = parser.add_argument_group("batch and steps").add_argument
+    add("--batch_size", type=positive, help="micro batch per GPU; the JSON's, or 1, unless given")
+    add("--gradient_accumulation_steps", type=positive, help="micro batches per step; the JSON's, or 1, unless given")
+    add("--num_steps", type=positive, default=100, help="optimizer steps")
+    add("--warmup_steps", type=int, default=10, help="first steps left out of the mean step time")
+
+    add = parser.add_argument_group("data").add_argument
+    add("--use_real_data", action="store_true", help="train on --dataset; without it, on random tokens")
+    add(
+        "--dataset",
+        default="Salesforce/wikitext",
+        metavar="NAME",
+        help="Hub name (NAME:CONFIG for one of several), local folder or file, or 'builtin'",
+    )
+    add("--tokenizer", default="gpt2", metavar="NAME", help="Hub name, local folder, or 'builtin'")
+
+    add = parser.add_argument_group("logging").add_argument
+    add(
+        "--loss_log_file",
+        metavar="CSV",
+        help="where the rows go, the run record beside it; logs/CONFIG_loss.csv unless given",
+    )
+    add("--log_interval", type=positive, default=10, help="steps between two writes of rows and progress")
+    add("--verbose", action="store_true", help="show the libraries' own messages")
+    add("--local_rank", type=int, default=0, help="set by the launcher; chooses the device and nothing else")
+    args = parser.parse_args(argv)
+    check_args(args)
+    args.loss_log_file = Path(args.loss_log_file or f"logs/{Path(args.deepspeed_config).stem}_loss.csv")
+    if args.loss_log_file.suffix == ".json":
+        raise UserError(f"--loss_log_file {args.loss_log_file}: the run record is written there; choose another ending")
+    return args
+
+
+def check_args(args):
+    if args.hidden_dim % args.num_heads:
+        raise UserError(f"--hidden_dim {args.hidden_dim} is not divisible by --num_heads {args.num_heads}")
+    if args.warmup_steps < 0:
+        raise UserError(f"--warmup_steps must be 0 or more, not {args.warmup_steps}")
+    if args.seed < 0:
+        raise UserError(f"--seed must be 0 or more, not {args.seed}")
+    if args.learning_rate is not None and not (math.isfinite(args.learning_rate) and args.learning_rate >= 0):
+        raise UserError(f"--learning_rate must be a finite number >= 0, not {args.learning_rate}")
+
+
+# -------------------------------------------------------------------------------------------------------- model
+
+
+class Linear(nn.Linear):
+    """nn.Linear with weights N(0, std) and zero bias.
+
+    zero.Init partitions each module as its constructor returns; initialising later, from outside, would touch empty
+    tensors. The draw is in fp32 whatever the parameter's dtype, so that every ZeRO stage starts from the same weights.
+    """
+
+    def __init__(self, in_features, out_features, bias=True, std=0.02):
+        self.std = std
+        super().__init__(in_features, out_features, bias)
+
+    def reset_parameters(self):
+        with torch.no_grad():
+            self.weight.copy_(self.weight.float().normal_(std=self.std))
+            if self.bias is not None:
+                self.bias.zero_()
+
+    def forward(self, x):
+        return cpu_bf16.linear(x, self.weight, self.bias) if cpu_bf16.needed_for(x) else super().forward(x)
+
+
+class Embedding(nn.Embedding):
+    """nn.Embedding with weights N(0, 0.02), drawn as Linear draws them."""
+
+    def reset_parameters(self):
+        with torch.no_grad():
+            self.weight.copy_(self.weight.float().normal_(std=0.02))
+
+
+class Block(nn.Module):
+    """Pre-LayerNorm transformer block: causal self-attention, then a 4x GELU MLP, each added to its input."""
+
+    def __init__(self, hidden_dim, num_heads, num_layers):
+        super().__init__()
+        # GPT-2 (Radford et al. 2019, section 2.3): 2 x num_layers residual additions keep unit variance this way.
+        residual_std = 0.02 / math.sqrt(2 * num_layers)
+        self.num_heads = num_heads
+        self.ln_1 = nn.LayerNorm(hidden_dim)
+        self.qkv = Linear(hidden_dim, 3 * hidden_dim)
+        self.attention_out = Linear(hidden_dim, hidden_dim, std=residual_std)
+        self.ln_2 = nn.LayerNorm(hidden_dim)
+        self.mlp_in = Linear(hidden_dim, 4 * hidden_dim)
+        self.mlp_out = Linear(4 * hidden_dim, hidden_dim, std=residual_std)
+
+    def forward(self, x):  # (batch, seq, hidden) -> the same
+        qkv = self.qkv(self.ln_1(x)).unflatten(-1, (3, self.num_heads, -1))  # (batch, seq, 3, heads, head_dim)
+        q, k, v = qkv.permute(2, 0, 3, 1, 4)  # each (batch, heads, seq, head_dim)
+        if cpu_bf16.needed_for(q):
+            attention = cpu_bf16.causal_attention(q, k, v)
+        else:
+            attention = F.scaled_dot_product_attention(q, k, v, is_causal=True)
+        x = x + self.attention_out(attention.transpose(1, 2).flatten(2))
+        return x + self.mlp_out(F.gelu(self.mlp_in(self.ln_2(x)), approximate="tanh"))
+
+
+class CrossEntropy(torch.autograd.Function):
+    """Mean cross-entropy of logits (tokens, vocab) against targets (tokens,), computed in fp32.
+
+    Logits and their gradient are a decoder's largest activation. This one walks over LOSS_CHUNK tokens at a time and
+    writes each chunk's gradient over its logits, so that no fp32 copy of them and no separate gradient ever exists;
+    the idea is Liger Kernel's (Hsu et al. 2024, arXiv 2410.10989, section 3.2). The head needs its output no more.
+    """
+
+    @staticmethod
+    def forward(ctx, logits, targets):
+        loss = torch.zeros((), dtype=torch.float32, device=logits.device)
+        for chunk, target in zip(logits.detach().split(LOSS_CHUNK), targets.split(LOSS_CHUNK), strict=True):
+            log_probs, target = chunk.float().log_softmax(-1), target[:, None]
+            loss -= log_probs.gather(1, target).sum()
+            if ctx.needs_input_grad[0]:
+                gradient = log_probs.exp_()
+                gradient.scatter_add_(1, target, torch.full_like(target, -1, dtype=torch.float32))
+                chunk.copy_(gradient.div_(len(targets)))
+        ctx.save_for_backward(logits.detach())
+        return loss / len(targets)
+
+    @staticmethod
+    def backward(ctx, grad_loss):
+        (gradient,) = ctx.saved_tensors
+        return gradient * grad_loss.to(gradient.dtype), None
+
+
+class GPT(nn.Module):
+    """GPT-2-style decoder with learned positions and an output head not tied to the embedding.
+
+    `forward` takes blocks of token ids (batch, seq_length + 1) and returns the scalar mean next-token loss: position
+    t sees tokens <= t and its target is token t + 1.
+    """
+
+    def __init__(self, num_layers, hidden_dim, num_heads, vocab_size, seq_length, activation_checkpointing=False):
+        super().__init__()
+        self.activation_checkpointing = activation_checkpointing
+        self.tokens = Embedding(vocab_size, hidden_dim)
+        self.positions = Embedding(seq_length, hidden_dim)
+        self.blocks = nn.ModuleList(Block(hidden_dim, num_heads, num_layers) for _ in range(num_layers))
+        self.ln_final = nn.LayerNorm(hidden_dim)
+        self.head = Linear(hidden_dim, vocab_size, bias=False)
+
+    def forward(self, blocks):
+        return CrossEntropy.apply(self.logits(blocks[:, :-1]).flatten(0, 1), blocks[:, 1:].flatten())
+
+    def logits(self, inputs):  # (batch, seq) -> (batch, seq, vocab)
+        x = self.tokens(inputs) + self.positions(torch.arange(inputs.shape[1], device=inputs.device))
+        for block in self.blocks:
+            x = checkpoint(block, x, use_reentrant=False) if self.activation_checkpointing else block(x)
+        return self.head(self.ln_final(x))
+
+
+def build_model(args, config, device):
+    """The model in the config's dtype on `device`; under ZeRO-3 each rank keeps its partition only."""
+    dtype = model_dtype(config)
+    if config["zero_optimization"]["stage"] == 3:
+        placement = deepspeed.zero.Init(config_dict_or_path=config, dtype=dtype)
+    else:
+        placement = torch.device(device)
+    default_dtype = torch.get_default_dtype()
+    torch.manual_seed(args.seed)
+    try:
+        torch.set_default_dtype(dtype)
+        with placement:
+            return GPT(
+                args.num_layers,
+                args.hidden_dim,
+                args.num_heads,
+                args.vocab_size,
+                args.seq_length,
+                args.activation_checkpointing,
+            )
+    finally:
+        torch.set_default_dtype(default_dtype)
+
+
+def model_dtype(config):
+    """The dtype of the parameters that DeepSpeed computes with."""
+    for section, dtype in (("bf16", torch.bfloat16), ("fp16", torch.float16)):
+        if config.get(section, {}).get("enabled"):
+            return dtype
+    return torch.float32
+
+
+# --------------------------------------------------------------------------------------------------------- data
+
+
+class RandomBlocks(torch.utils.data.IterableDataset):
+    """Endless blocks of uniformly random tokens, this rank's share.
+
+    Block i depends on the seed and on i alone, and every step takes the next global batch of them, so that runs of
+    equal global batch see the same data on any number of ranks.
+    """
+
+    def __init__(self, seed, vocab_size, seq_length, micro_batch, rank, world_size):
+        self.seed, self.vocab_size, self.seq_length = seed, vocab_size, seq_length
+        self.micro_batch, self.rank, self.world_size = micro_batch, rank, world_size
+
+    def block(self, index):
+        import numpy as np
+
+        return torch.from_numpy(
+            np.random.default_rng([self.seed, index]).integers(self.vocab_size, size=self.seq_length + 1)
+        )
+
+    def __iter__(self):
+        for micro_step in itertools.count():
+            first = (micro_step * self.world_size + self.rank) * self.micro_batch
+            yield from map(self.block, range(first, first + self.micro_batch))
+
+
+class TextBlocks(torch.utils.data.IterableDataset):
+    """Endless blocks of seq_length + 1 real tokens, this rank's share of a streamed text.
+
+    Contiguous chunks of rows are shuffled (the order depends on the seed and the epoch only), dealt to the ranks in
+    turn, tokenized by the rank they belong to, and packed end to end: no padding, no token twice, and at the end of
+    an epoch only the last partial block is lost. Raises UserError when this rank's share is shorter than one block.
+    """
+
+    def __init__(self, rows, tokenize, seq_length, seed, rank, world_size):
+        self.chunks, self.tokenize, self.seq_length = rows.batch(CHUNK_ROWS), tokenize, seq_length
+        self.seed, self.rank, self.world_size = seed, rank, world_size
+
+    def __iter__(self):
+        for epoch in itertools.count():
+            blocks = self.epoch(epoch)
+            first = next(blocks, None)
+            if first is None:
+                raise UserError(
+                    f"the dataset is too short: rank {self.rank} of {self.world_size} cannot fill one block of "
+                    f"--seq_length {self.seq_length} + 1 tokens; use a shorter one, fewer ranks or more text"
+                )
+            yield first
+            yield from blocks
+
+    def epoch(self, epoch):
+        """One pass over this rank's share, as int64 tensors of seq_length + 1 tokens."""
+        length, tokens = self.seq_length + 1, []
+        for chunk in itertools.islice(self.shuffled(epoch), self.rank, None, self.world_size):
+            tokens += self.tokenize("".join(row or "" for row in chunk["text"]))
+            while len(tokens) >= length:
+                yield torch.tensor(tokens[:length])
+                del tokens[:length]
+
+    def shuffled(self, epoch):
+        """The epoch's chunks by way of a shuffle buffer, in the same order on every rank.
+
+        datasets 5.2 has one too, but its order differs between a data worker and the main process, it cannot be
+        resumed, and over several files it sleeps for 5 s as it ends.
+        """
+        draw, buffer = random.Random(f"{self.seed} {epoch}"), []
+        for chunk in self.chunks:
+            if len(buffer) < SHUFFLE_CHUNKS:
+                buffer.append(chunk)
+            else:
+                index = draw.randrange(SHUFFLE_CHUNKS)
+                buffer[index], chunk = chunk, buffer[index]
+                yield chunk
+        draw.shuffle(buffer)
+        yield from buffer
+
+
+def build_data(args, micro_batch):
+    """This rank's endless iterator over (micro_batch, seq_length + 1) int64 batches; fills in args.vocab_size."""
+    rank, world_size = dist.get_rank(), dist.get_world_size()
+    if args.use_real_data:
+        go_offline_if_hub_is_unreachable([args.dataset, args.tokenizer])
+        tokenize, size = rank_zero_first(lambda: load_tokenizer(args.tokenizer, args.vocab_size))
+        if args.vocab_size is not None and args.vocab_size < size:
+            raise UserError(f"--vocab_size {args.vocab_size} is smaller than the tokenizer's {size}")
+        args.vocab_size = args.vocab_size or size
+        rows = rank_zero_first(lambda: load_rows(args.dataset))
+        blocks = TextBlocks(rows, tokenize, args.seq_length, args.seed, rank, world_size)
+    else:
+        args.vocab_size = args.vocab_size or GPT2_VOCAB_SIZE
+        blocks = RandomBlocks(args.seed, args.vocab_size, args.seq_length, micro_batch, rank, world_size)
+    loader = torch.utils.data.DataLoader(
+        blocks,
+        batch_size=micro_batch,
+        num_workers=1,
+        prefetch_factor=4,
+        pin_memory=get_accelerator().device_name() != "cpu",
+    )
+    batches = iter(loader)
+    first = together(lambda: first_batch(batches))
+    return itertools.chain([first], batches)
+
+
+def first_batch(batches):
+    try:
+        return next(batches)
+    except UserError as error:  # the worker's traceback comes with it; the last line is ours
+        raise UserError(str(error).strip().splitlines()[-1].split("UserError: ")[-1]) from error
+
+
+# ------------------------------------------------------------------------------------------------------- engine
+
+
+def start_process(args):
+    """Join the process group, choose this rank's device, keep ranks x threads within the cores, quiet the libraries."""
+    if not args.verbose:
+        logging.getLogger("DeepSpeed").setLevel(logging.ERROR)
+        logging.getLogger("datasets").setLevel(logging.ERROR)
+    if "OMP_NUM_THREADS" not in os.environ:
+        ranks_here = int(os.environ.get("LOCAL_WORLD_SIZE", os.environ.get("LOCAL_SIZE", 1)))
+        torch.set_num_threads(max(1, len(os.sched_getaffinity(0)) // ranks_here))
+    local_rank = int(os.environ.get("LOCAL_RANK", args.local_rank))
+    get_accelerator().set_device(local_rank)
+    # DeepSpeed prints from every rank when it has loaded its CPU communication op
+    with nullcontext() if args.verbose else redirect_stdout(io.StringIO()):
+        deepspeed.init_distributed()
+    return torch.device(get_accelerator().device_name(local_rank))
+
+
+def build_engine(model, config):
+    """The DeepSpeed engine, which from here on owns the model, its optimizer and the precision of every state."""
+    engine, *_ = deepspeed.initialize(model=model, model_parameters=model.parameters(), config=config)
+    return engine
+
+
+def together(action):
+    """Run `action` on every rank. If it fails for the user's reason on one, every rank raises that rank's UserError."""
+    result, message = None, None
+    try:
+        result = action()
+    except UserError as error:
+        message = str(error)
+    messages = [None] * dist.get_world_size()
+    dist.all_gather_object(messages, message)
+    if any(messages):
+        raise UserError(next(filter(None, messages)))
+    return result
+
+
+def rank_zero_first(action):
+    """`together`, with rank 0 ahead: what it cannot have no other rank asks for, what it downloads the others find."""
+    is_first = dist.get_rank() == 0
+    result = together(lambda: action() if is_first else None)
+    return together(lambda: result if is_first else action())
+
+
+# -------------------------------------------------------------------------------------------------- measurement
+
+
+def describe_run(args, config, engine):
+    """The run record as far as it is known before the first step."""
+    accelerator = get_accelerator()
+    on_cpu = accelerator.device_name() == "cpu"
+    return {
+        "status": "running",
+        "config_name": Path(args.deepspeed_config).stem,
+        "arguments": {key: str(value) if isinstance(value, Path) else value for key, value in vars(args).items()},
+        "deepspeed_config": config,
+        "versions": {"python": platform.python_version()}
+        | {name: version(name) for name in ("torch", "deepspeed", "transformers", "datasets")},
+        "device": f"cpu ({platform.machine()})" if on_cpu else torch.cuda.get_device_name(),
+        "memory_kind": "resident memory" if on_cpu else "allocator",
+        "world_size": dist.get_world_size(),
+        "zero_stage": engine.zero_optimization_stage(),
+        "parameter_count": sum(getattr(p, "ds_numel", p.numel()) for p in engine.module.parameters()),
+        "tokens_per_step": engine.train_batch_size() * args.seq_length,
+    }
+
+
+# --------------------------------------------------------------------------------------------------------- loop
+
+
+def train(args, engine, batches, log):
+    """Run args.num_steps optimizer steps. Returns the last CSV row and how many steps the engine skipped."""
+    show = dist.get_rank() == 0
+    bar = tqdm(total=args.num_steps, unit="step", disable=not (show and sys.stderr.isatty()))
+    skipped, row = 0, {}
+    reset_peak_memory()
+    for step in range(args.num_steps):
+        learning_rate, clock = engine.get_lr()[0], Clock()
+        loss = torch.zeros((), device=engine.device)
+        for _ in range(engine.gradient_accumulation_steps()):
+            blocks = next(batches)
+            log.see(blocks)
+            micro_loss = engine(blocks.to(engine.device, non_blocking=True))
+            engine.backward(micro_loss)
+            engine.step()
+            loss += micro_loss.detach() / engine.gradient_accumulation_steps()
+        skipped += not engine.was_step_applied()
+        log.add(step, loss, learning_rate, engine.get_global_grad_norm(), clock.stop())
+        bar.update()
+        if (step + 1) % args.log_interval == 0 or step + 1 == args.num_steps:
+            row = log.flush()
+            report = (
+                f"loss {row['loss']:.4f}  {row['step_time_s'] * 1000:.0f} ms  peak {row['peak_bytes'] / 2**30:.2f} GB"
+            )
+            bar.set_postfix_str(report)
+            if show and bar.disable:
+                print(f"step {step + 1}/{args.num_steps}  {report}", flush=True)
+    bar.close()
+    return row, skipped
+
+
+def print_summary(record, path):
+    """A short block for people, then one line for programs."""
+    gigabytes = {key: record[f"{key}_bytes"] / 2**30 for key in ("allocated", "reserved", "peak")}
+    step_time = record["mean_step_time_s"]
+    lines = [
+        f"{record['config_name']}: {record['steps_completed']} steps of {record['tokens_per_step']} tokens, "
+        f"{record['parameter_count']:,} parameters, ZeRO-{record['zero_stage']} on {record['world_size']} ranks",
+        f"  final loss        {record['final_loss']:.4f}",
+        f"  memory            {gigabytes['allocated']:.2f} GB allocated, {gigabytes['peak']:.2f} GB peak "
+        f"({record['memory_kind']}, largest rank, GB = 2^30 bytes)",
+        "  mean step time    " + (f"{step_time:.4f} s" if step_time else "not measured: no step after --warmup_steps"),
+        f"  rows and record   {path}, {path.with_suffix('.json')}",
+    ]
+    if record["skipped_steps"]:
+        lines.insert(2, f"  skipped steps     {record['skipped_steps']}: their gradients were not finite")
+    print("\n".join(lines))
+    names = (
+        "config_name", "status", "steps_completed", "skipped_steps", "final_loss", "mean_step_time_s",
+        "allocated_bytes", "peak_bytes", "parameter_count", "world_size", "zero_stage",
+    )  # fmt: skip
+    print("RESULT " + json.dumps({key: record[key] for key in names}), flush=True)
+
+
+# --------------------------------------------------------------------------------------------------------- main
+
+
+def check_with_deepspeed(config):
+    """DeepSpeed's own reading of the config; what it refuses becomes one line."""
+    try:
+        return deepspeed.DeepSpeedConfig(config)
+    except (AssertionError, TypeError, ValueError) as error:
+        raise UserError("DeepSpeed refuses the config: " + " ".join(str(error).split())[:300]) from error
+
+
+def prepare_output(path):
+    """Create the CSV's folder and see that both files can be written, without touching what is there."""
+    if dist.get_rank() != 0:
+        return
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        tempfile.TemporaryFile(dir=path.parent).close()
+        for target in (path, path.with_suffix(".json")):
+            if target.exists():
+                target.open("a").close()
+    except OSError as error:
+        raise UserError(f"cannot write --loss_log_file {path}: {error.strerror}") from error
+
+
+def main():
+    args = parse_args()
+    config, notes = resolve_config(
+        read_config(args.deepspeed_config), args.batch_size, args.gradient_accumulation_steps,
+        args.learning_rate, args.zero_stage,
+    )  # fmt: skip
+    device = start_process(args)
+    micro_batch = together(lambda: check_with_deepspeed(config)).train_micro_batch_size_per_gpu
+    together(lambda: prepare_output(args.loss_log_file))
+    if dist.get_rank() == 0:
+        for note in notes:
+            print(note, flush=True)
+    batches = build_data(args, micro_batch)
+    engine = build_engine(build_model(args, config, device), config)
+    log = RunLog(args.loss_log_file, describe_run(args, config, engine), device)
+    log.finish(*train(args, engine, batches, log))
+    if dist.get_rank() == 0:
+        print_summary(log.record, args.loss_log_file)
+    dist.destroy_process_group()
+
+
+def leave(error):
+    """End this rank for the user's mistake: rank 0 says it in one line, all ranks exit with code 2."""
+    if dist.is_initialized():
+        dist.destroy_process_group()
+    if int(os.environ.get("RANK", 0)) == 0:
+        print(f"train.py: error: {error}", file=sys.stderr, flush=True)
+    else:
+        time.sleep(3)  # a launcher that sees this rank gone first would kill rank 0 before it has spoken
+    sys.exit(2)
+
+
+if __name__ == "__main__":
+    try:
+        main()
+    except UserError as error:
+        leave(error)
