@@ -2,7 +2,11 @@
 # Train every config with the same arguments, one after another, then draw the comparison and print its tables.
 set -euo pipefail
 
-here=$(cd -- "$(dirname -- "${BASH_SOURCE[0]}")" && pwd)
+relative() { # PATH: as seen from the working directory, so that records name no machine's folders
+  realpath -m --relative-to=. -- "$1"
+}
+
+here=$(relative "$(dirname -- "${BASH_SOURCE[0]}")")
 
 # Options that go to train.py as they are, and those that steer this script.
 train_options=(num_layers hidden_dim num_heads vocab_size seq_length batch_size gradient_accumulation_steps num_steps
@@ -140,7 +144,7 @@ for name in "${configs[@]}"; do
   [[ -f $here/configs/$name.json ]] || die "no config $here/configs/$name.json"
 done
 preset output="${option[log_dir]:-$here}/loss_comparison.png" log_dir="$here/logs"
-log_dir=${option[log_dir]}
+log_dir=$(relative "${option[log_dir]}")
 command -v deepspeed >/dev/null || die "deepspeed is not installed: pip install -r requirements.txt"
 [[ -n ${option[dry_run]+given} ]] || mkdir -p -- "$log_dir"
 for name in "${configs[@]}"; do

@@ -121,7 +121,7 @@ def test_help(tmp_path):
 def test_a_failed_run_stops_it_with_that_runs_code_and_names_the_log(tmp_path):
     code, stdout, stderr = finish(start(*SMALL, "--seq_length=900000", "--log_dir", tmp_path, cwd=tmp_path))
     assert code == 2
-    assert stderr.splitlines()[-1].endswith(f"baseline failed, see {tmp_path}/baseline.log")
+    assert "baseline failed, see ./baseline.log" in stderr.splitlines()[-1]
     assert "too short" in (tmp_path / "baseline.log").read_text()
     assert "== bf16_full" not in stdout
 

@@ -18,7 +18,7 @@ RANDOM = {"vocab_size": VOCAB, "learning_rate": 1e-3}
 # fourth decimal. A wrong shard, scale or sum shows in the first or second.
 SAME_LOSS = 2e-3
 
-CORE = [(config, stage, 2) for config in CONFIGS for stage in (1, 2, 3)] + [("bf16_full", 3, 1), ("bf16_full", 3, 4)]
+CORE = [("baseline", stage, 2) for stage in (1, 2, 3)] + [("bf16_full", 3, ranks) for ranks in (1, 2, 4)]
 ALL = [(config, stage, ranks) for config in CONFIGS for stage in (1, 2, 3) for ranks in (1, 2, 4)]
 TABLE = [pytest.param(*row, marks=[] if row in CORE else pytest.mark.slow, id="-".join(map(str, row))) for row in ALL]
 
@@ -87,7 +87,7 @@ def test_summary_and_machine_readable_line(train):
 
 
 def test_output_is_quiet_unless_verbose(train):
-    quiet, verbose = table_run(train, "baseline", 3, 2), train("baseline", num_steps=2, verbose=True)
+    quiet, verbose = table_run(train, "baseline", 3, 2), train("baseline", ranks=1, num_steps=2, verbose=True)
     assert "DeepSpeed" not in quiet.stdout
     assert "DeepSpeed" in verbose.stdout
     assert "step 4/8" in quiet.stdout
@@ -99,12 +99,12 @@ def test_command_line_wins_over_the_json_and_says_so_once(train):
     assert run.stdout.count("lr: the command line's 0.001 replaces the config's 0.0001") == 1
 
 
-def test_activation_checkpointing_does_not_change_the_loss(train):
-    for config in CONFIGS:
-        plain = table_run(train, config, 3, 2)
-        recomputed = train(config, zero_stage=3, batch_size=2, activation_checkpointing=True, **RANDOM)
-        assert recomputed.code == 0, recomputed.stderr
-        assert recomputed.losses == plain.losses
+@pytest.mark.parametrize("config", [pytest.param("baseline", marks=pytest.mark.slow), "bf16_full"])
+def test_activation_checkpointing_does_not_change_the_loss(train, config):
+    plain = table_run(train, config, 3, 2)
+    recomputed = train(config, zero_stage=3, batch_size=2, activation_checkpointing=True, **RANDOM)
+    assert recomputed.code == 0, recomputed.stderr
+    assert recomputed.losses == plain.losses
 
 
 def test_gradient_accumulation_equals_the_larger_batch(train):
