@@ -12,6 +12,7 @@ from errors import UserError
 MICRO_BATCH = "train_micro_batch_size_per_gpu"
 ACCUMULATION = "gradient_accumulation_steps"
 TRAIN_BATCH = "train_batch_size"
+STOCHASTIC_ROUND = "bf16_stochastic_round"  # ours, in the optimizer's params: DeepSpeed never sees it
 
 
 def read_config(path):
@@ -80,6 +81,8 @@ def check_config(config):
     if not _is_number(stage, int, minimum=1) or stage > 3:
         raise UserError(f"zero_optimization.stage must be 1, 2 or 3, not {json.dumps(stage)}")
     _check_precision(config)
+    if config["optimizer"]["params"].get(STOCHASTIC_ROUND, False):
+        _check_stochastic_round(config)
 
 
 def _check_precision(config):
@@ -102,6 +105,22 @@ def _check_precision(config):
         raise UserError(
             "bf16 master weights with offload_optimizer need DeepSpeedCPUAdam: remove torch_adam from the optimizer"
         )
+
+
+def _check_stochastic_round(config):
+    optimizer = config["optimizer"]
+    if not _section(config, "bf16").get("bf16_optimizer_states"):
+        raise UserError(
+            f"{STOCHASTIC_ROUND} rounds weights and moments that are kept in bf16: set bf16_master_weights_and_grads "
+            "and bf16_optimizer_states too, or remove it"
+        )
+    if optimizer["type"].lower() != "adamw":
+        raise UserError(f"{STOCHASTIC_ROUND} works with the optimizer AdamW only, not {optimizer['type']}")
+    if offloads_optimizer(config):
+        raise UserError(f"{STOCHASTIC_ROUND} does not work with offload_optimizer: DeepSpeedCPUAdam rounds to nearest")
+    known = {"lr", "betas", "eps", "weight_decay", "torch_adam", "fused", STOCHASTIC_ROUND}
+    if unknown := sorted(set(optimizer["params"]) - known):
+        raise UserError(f"{STOCHASTIC_ROUND}: the optimizer takes no {', '.join(unknown)}")
 
 
 def offloads_optimizer(config):

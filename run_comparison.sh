@@ -1,5 +1,5 @@
 #!/usr/bin/env bash
-# Train every config with the same arguments, one after another, then draw the comparison and print its tables.
+# Train every config with the same arguments, one run after another, then draw the comparison and print its tables.
 set -euo pipefail
 
 relative() { # PATH: as seen from the working directory, so that records name no machine's folders
@@ -10,17 +10,21 @@ here=$(relative "$(dirname -- "${BASH_SOURCE[0]}")")
 
 # Options that go to train.py as they are, and those that steer this script.
 train_options=(num_layers hidden_dim num_heads vocab_size seq_length batch_size gradient_accumulation_steps num_steps
-  warmup_steps learning_rate zero_stage dataset tokenizer log_interval seed)
-declare -A option=([configs]='baseline,bf16_full' [seed]=42)
+  warmup_steps learning_rate zero_stage dataset tokenizer eval_interval eval_batches log_interval)
+script_options=(configs seed seeds num_gpus log_dir output)
+declare -A option=([configs]='baseline,bf16_full,bf16_full_sr')
 
 usage() {
   cat <<EOF
 usage: run_comparison.sh [--OPTION VALUE]...
 
-Trains each config with the same arguments, tees each run to LOG_DIR/NAME.log, then runs plot_loss.py.
+Trains each config with the same arguments, tees each run to LOG_DIR/NAME.log, then runs plot_loss.py. Runs that have
+several seeds are named NAME_seedN, and the order of the configs alternates from seed to seed.
 With GPUs: 32 layers x 4096 wide, 1000 steps of Wikitext-103, on all of them. Without: a small model on two CPU ranks.
 
   --configs A,B,...        names under configs/, the reference first (default: ${option[configs]})
+  --seed N                 of weights, data order and rounding (default: 42)
+  --seeds N,M,...          several, in place of --seed
   --num_gpus N             GPUs, or CPU ranks (default: all GPUs; 2 CPU ranks)
   --log_dir DIR            CSVs, run records and logs (default: logs/ beside this script)
   --output PNG             the figure (default: loss_comparison.png beside this script, or in --log_dir if given)
@@ -50,7 +54,7 @@ parse_options() {
       activation_checkpointing) option[checkpointing]=1; shift ;;
       no_activation_checkpointing) option[checkpointing]=0; shift ;;
       *)
-        [[ " ${train_options[*]} configs num_gpus log_dir output " == *" $name "* ]] ||
+        [[ " ${train_options[*]} ${script_options[*]} " == *" $name "* ]] ||
           { usage >&2; die "unknown option $1"; }
         (($# > 1)) || die "option $1 needs a value"
         option[$name]=$2
@@ -74,12 +78,13 @@ choose_preset() {
   fi
   if ((gpus)); then
     echo "Preset: 6.86-billion-parameter model on $gpus GPUs (nvidia-smi lists them)."
-    preset num_gpus="$gpus" num_layers=32 hidden_dim=4096 num_heads=32 batch_size=1 num_steps=1000 checkpointing=1
+    preset num_gpus="$gpus" num_layers=32 hidden_dim=4096 num_heads=32 batch_size=1 num_steps=1000 \
+      eval_interval=100 checkpointing=1
   else
-    echo "Preset: small model on two CPU ranks (nvidia-smi lists no GPU). A first run compiles for about a minute."
+    echo "Preset: small model on two CPU ranks (nvidia-smi lists no GPU)."
     export DS_ACCELERATOR=cpu
     preset num_gpus=2 num_layers=4 hidden_dim=128 num_heads=4 seq_length=256 batch_size=4 num_steps=300 \
-      dataset=builtin tokenizer=builtin checkpointing=0
+      dataset=builtin tokenizer=builtin eval_interval=50 checkpointing=0
   fi
 }
 
@@ -90,10 +95,16 @@ run() { # LOG COMMAND...: the command's own exit code, everything it prints also
   return "${PIPESTATUS[0]}"
 }
 
-train_one() { # CONFIG
-  local name=$1 csv=$log_dir/$1_loss.csv log=$log_dir/$1.log started code=0
+run_name() { # CONFIG SEED
+  if ((${#seeds[@]} > 1)); then echo "$1_seed$2"; else echo "$1"; fi
+}
+
+train_one() { # CONFIG SEED
+  local name started code=0
+  name=$(run_name "$1" "$2")
+  local csv=$log_dir/${name}_loss.csv log=$log_dir/$name.log
   local command=(deepspeed "--num_gpus=${option[num_gpus]}" "--master_port=$(free_port)" --log_level=error
-    "$here/train.py" --deepspeed_config "$here/configs/$name.json" --use_real_data --loss_log_file "$csv")
+    "$here/train.py" --deepspeed_config "$here/configs/$1.json" --use_real_data --loss_log_file "$csv" --seed "$2")
   local key
   for key in "${train_options[@]}"; do
     [[ -n ${option[$key]+given} ]] && command+=("--$key" "${option[$key]}")
@@ -124,9 +135,11 @@ is_completed() { # RECORD
 }
 
 plot() {
-  local command=(python3 "$here/plot_loss.py") name
+  local command=(python3 "$here/plot_loss.py") name seed
   for name in "${configs[@]}"; do
-    command+=(--run "$name=$log_dir/${name}_loss.csv")
+    for seed in "${seeds[@]}"; do
+      command+=(--run "$name=$log_dir/$(run_name "$name" "$seed")_loss.csv")
+    done
   done
   command+=(--output "${option[output]}" --summary "$log_dir/summary.md")
   if [[ -n ${option[dry_run]+given} ]]; then
@@ -137,9 +150,22 @@ plot() {
   fi
 }
 
+train_all() {
+  local i seed
+  for seed in "${!seeds[@]}"; do
+    for i in "${!configs[@]}"; do
+      # Every other seed backwards, so that a machine that slows down does not favour one config.
+      ((seed % 2)) && i=$((${#configs[@]} - 1 - i))
+      train_one "${configs[i]}" "${seeds[seed]}"
+    done
+  done
+}
+
 parse_options "$@"
+[[ -z ${option[seed]+given} || -z ${option[seeds]+given} ]] || die "give --seed or --seeds, not both"
 choose_preset
 IFS=, read -ra configs <<<"${option[configs]}"
+IFS=, read -ra seeds <<<"${option[seeds]-${option[seed]-42}}"
 for name in "${configs[@]}"; do
   [[ -f $here/configs/$name.json ]] || die "no config $here/configs/$name.json"
 done
@@ -147,7 +173,5 @@ preset output="${option[log_dir]:-$here}/loss_comparison.png" log_dir="$here/log
 log_dir=$(relative "${option[log_dir]}")
 command -v deepspeed >/dev/null || die "deepspeed is not installed: pip install -r requirements.txt"
 [[ -n ${option[dry_run]+given} ]] || mkdir -p -- "$log_dir"
-for name in "${configs[@]}"; do
-  train_one "$name"
-done
+train_all
 plot

@@ -2,6 +2,7 @@
 
 import hashlib
 import json
+import math
 import time
 from pathlib import Path
 
@@ -9,10 +10,16 @@ import torch
 from deepspeed import comm as dist
 from deepspeed.accelerator import get_accelerator
 
+MEMORY = ("allocated_bytes", "reserved_bytes", "peak_bytes")
 COLUMNS = (
-    "step", "loss", "learning_rate", "grad_norm", "step_time_s", "tokens_per_s",
-    "allocated_bytes", "reserved_bytes", "peak_bytes",
+    "step", "loss", "learning_rate", "grad_norm", "step_time_s", "tokens_per_s", *MEMORY,
+    "lost_update_fraction", "validation_loss",
 )  # fmt: skip
+
+
+def as_text(value):
+    """A CSV cell: empty for what was not measured; 9 significant digits hold an fp32 number exactly."""
+    return "" if value is None else str(value) if isinstance(value, int) else f"{value:.9g}"
 
 
 def memory_bytes():
@@ -66,7 +73,7 @@ class RunLog:
 
     def __init__(self, path, record, device):
         self.path, self.record, self.device = path, record, device
-        self.pending, self.step_times, self.fingerprint = [], [], ""
+        self.pending, self.rows, self.fingerprint, self.skipped_steps = [], [], "", 0
         self.is_writer = dist.get_rank() == 0
         if self.is_writer:
             self.path.write_text(",".join(COLUMNS) + "\n")
@@ -76,44 +83,47 @@ class RunLog:
         """Chain a micro batch of blocks (still in host memory) into the fingerprint of the data order."""
         self.fingerprint = hashlib.sha256(self.fingerprint.encode() + blocks.numpy().tobytes()).hexdigest()
 
-    def add(self, step, loss, learning_rate, grad_norm, clock):
-        self.pending.append((step, loss, learning_rate, grad_norm, clock, memory_bytes()))
+    def add(self, row):
+        """One step's row by column; `clock` stands for the step time, the device's memory is read here."""
+        self.pending.append(row | dict(zip(MEMORY, memory_bytes(), strict=True)))
 
     def flush(self):
-        """Write the pending rows; returns the last one, by column."""
-        losses = torch.stack([loss.double() for _, loss, *_ in self.pending])
-        clocks = [[clock.seconds(), *memory] for *_, clock, memory in self.pending]
-        local = torch.cat([losses[:, None], torch.tensor(clocks, dtype=torch.double, device=self.device)], dim=1)
+        """Reduce and write the pending rows; returns the last one, without what it does not have."""
+        measured = [
+            [row["clock"].seconds(), *(row[name] for name in MEMORY), row.get("lost_update_fraction", math.nan)]
+            for row in self.pending
+        ]
+        losses = torch.stack([row["loss"].double() for row in self.pending])
+        local = torch.cat([losses[:, None], torch.tensor(measured, dtype=torch.double, device=self.device)], dim=1)
         ranks = [torch.empty_like(local) for _ in range(dist.get_world_size())]
         dist.all_gather(ranks, local)
-        ranks = torch.stack(ranks).cpu()
-        losses, largest = ranks[:, :, 0].mean(dim=0).tolist(), ranks[:, :, 1:].amax(dim=0).tolist()
-
-        rows = []
-        for (step, _, learning_rate, grad_norm, *_), loss, (seconds, *memory) in zip(
-            self.pending, losses, largest, strict=True
-        ):
-            self.step_times.append(seconds)
-            values = step, loss, learning_rate, float(grad_norm), seconds, self.record["tokens_per_step"] / seconds
-            rows.append([f"{value:.9g}" for value in values] + [str(int(value)) for value in memory])
+        ranks = torch.stack(ranks).cpu()  # (ranks, steps, 6)
+        means, largest = ranks.mean(dim=0).tolist(), ranks.amax(dim=0).tolist()
+        for row, (loss, *_, lost), (_, seconds, *memory, _) in zip(self.pending, means, largest, strict=True):
+            row |= {"loss": loss, "step_time_s": seconds, "tokens_per_s": self.record["tokens_per_step"] / seconds}
+            row |= zip(MEMORY, map(int, memory), strict=True)
+            row |= {"grad_norm": float(row["grad_norm"]), "lost_update_fraction": None if math.isnan(lost) else lost}
         if self.is_writer:
             with self.path.open("a") as file:
-                file.write("".join(",".join(row) + "\n" for row in rows))
+                file.writelines(",".join(as_text(row.get(key)) for key in COLUMNS) + "\n" for row in self.pending)
+        self.rows += self.pending
         self.pending = []
-        return dict(zip(COLUMNS, map(float, rows[-1]), strict=True))
+        return self.rows[-1]
 
-    def finish(self, last_row, skipped_steps):
+    def finish(self):
         """Complete the run record with what the run measured."""
         fingerprints = [None] * dist.get_world_size()
         dist.all_gather_object(fingerprints, self.fingerprint)
-        measured = self.step_times[self.record["arguments"]["warmup_steps"] :]
+        times = [row["step_time_s"] for row in self.rows[self.record["arguments"]["warmup_steps"] :]]
+        lost = [row["lost_update_fraction"] for row in self.rows if row["lost_update_fraction"] is not None]
         self.record |= {
             "data_fingerprint": hashlib.sha256("".join(fingerprints).encode()).hexdigest(),
-            "steps_completed": len(self.step_times),
-            "skipped_steps": skipped_steps,
-            "final_loss": last_row["loss"],
-            "mean_step_time_s": sum(measured) / len(measured) if measured else None,
-            **{key: int(last_row[key]) for key in ("allocated_bytes", "reserved_bytes", "peak_bytes")},
+            "steps_completed": len(self.rows),
+            "skipped_steps": self.skipped_steps,
+            "final_loss": self.rows[-1]["loss"],
+            "lost_update_fraction": sum(lost) / len(lost) if lost else None,
+            "mean_step_time_s": sum(times) / len(times) if times else None,
+            **{key: int(self.rows[-1][key]) for key in MEMORY},
         }
         self.write_record("completed")
 
@@ -123,3 +133,35 @@ class RunLog:
             partial = self.path.with_suffix(".json.partial")
             partial.write_text(json.dumps(self.record, indent=2) + "\n")
             partial.replace(self.path.with_suffix(".json"))
+
+
+def print_summary(record, path):
+    """A short block for people, then one line for programs."""
+    gigabytes = {key: record[f"{key}_bytes"] / 2**30 for key in ("allocated", "reserved", "peak")}
+    step_time = record["mean_step_time_s"]
+    lines = [
+        f"{record['config_name']}: {record['steps_completed']} steps of {record['tokens_per_step']} tokens, "
+        f"{record['parameter_count']:,} parameters, ZeRO-{record['zero_stage']} on {record['world_size']} ranks",
+        f"  final loss        {record['final_loss']:.4f}",
+        f"  memory            {gigabytes['allocated']:.2f} GB allocated, {gigabytes['peak']:.2f} GB peak "
+        f"({record['memory_kind']}, largest rank, GB = 2^30 bytes)",
+        "  mean step time    " + (f"{step_time:.4f} s" if step_time else "not measured: no step after --warmup_steps"),
+        f"  rows and record   {path}, {path.with_suffix('.json')}",
+    ]
+    if validation := record["validation"]:
+        lines.insert(
+            2,
+            "  validation loss   {loss:.4f}, perplexity {perplexity:.2f}, {bits_per_byte:.4f} bits a byte "
+            "({tokens} tokens)".format(**validation),
+        )
+    if record["lost_update_fraction"] is not None:
+        lines.insert(2, f"  lost updates      {record['lost_update_fraction']:.1%} of the weights, mean over the run")
+    if record["skipped_steps"]:
+        lines.insert(2, f"  skipped steps     {record['skipped_steps']}: their gradients were not finite")
+    print("\n".join(lines))
+    names = (
+        "config_name", "status", "steps_completed", "skipped_steps", "final_loss", "validation",
+        "lost_update_fraction", "mean_step_time_s",
+        "allocated_bytes", "peak_bytes", "parameter_count", "world_size", "zero_stage",
+    )  # fmt: skip
+    print("RESULT " + json.dumps({key: record[key] for key in names}), flush=True)

@@ -1,4 +1,4 @@
-"""Where text and tokens come from: the Hub, a local folder or file, or Python's own documentation.
+"""Where text and tokens come from (the Hub, a local folder or file, Python's own documentation), and packing them.
 
 The Hugging Face libraries are imported where they are used: `go_offline_if_hub_is_unreachable` has to come first, and
 a run on random tokens needs none of them.
@@ -12,6 +12,7 @@ import urllib.error
 import urllib.request
 from pathlib import Path
 
+import torch
 from deepspeed import comm as dist
 
 from errors import UserError
@@ -20,6 +21,8 @@ BUILTIN = "builtin"
 BUILTIN_VOCAB_SIZE = 2048
 WIKITEXT_CONFIG = "wikitext-103-raw-v1"
 HUB_TIMEOUT_S = 5
+CHUNK_ROWS = 32  # rows of text that stay together: about 2,000 tokens of Wikitext, several blocks
+HOLD_OUT = 10  # one chunk in so many is held out for validation, where the source has no split for it
 
 
 def builtin_rows():
@@ -47,23 +50,44 @@ def load_tokenizer(name, vocab_size):
     return lambda text: tokenizer(text, verbose=False)["input_ids"], len(tokenizer)
 
 
-def load_rows(name, split="train"):
-    """A streaming dataset of rows with a "text" column: from the Hub, a local folder or file, or the built-in text."""
+def load_chunks(name):
+    """(training, validation): streams of contiguous chunks of rows, {"text": [CHUNK_ROWS strings]}.
+
+    Where the source has no validation split, every tenth chunk of the training text is held out. Raises UserError.
+    """
+    splits = load_splits(name)
+    chunks = splits["train"].batch(CHUNK_ROWS)
+    if "validation" in splits:
+        return chunks, splits["validation"].batch(CHUNK_ROWS)
+    return (
+        chunks.filter(lambda _, index: index % HOLD_OUT != HOLD_OUT - 1, with_indices=True),
+        chunks.filter(lambda _, index: index % HOLD_OUT == HOLD_OUT - 1, with_indices=True),
+    )
+
+
+def load_splits(name):
+    """Streaming datasets by split, "train" among them, each with a "text" column and no other.
+
+    From the Hub, a local folder or file, or the built-in text. Raises UserError.
+    """
     import datasets
 
     datasets.disable_progress_bars()
     if name == BUILTIN:
-        return datasets.Dataset.from_dict({"text": builtin_rows()}).to_iterable_dataset()
+        return {"train": datasets.Dataset.from_dict({"text": builtin_rows()}).to_iterable_dataset()}
     try:
-        rows = datasets.load_dataset(**dataset_location(name), split=split, streaming=True)
-        columns = list(next(iter(rows)))  # a row, not the card: the files may be out of reach where the card is not
+        splits = datasets.load_dataset(**dataset_location(name), streaming=True)
+        # A row, not the card: the files may be out of reach where the card is not.
+        columns = list(next(iter(splits["train"]))) if "train" in splits else []
     except UserError:
         raise
     except Exception as error:
         raise UserError(unreachable("dataset", name, error)) from error
+    if "train" not in splits:
+        raise UserError(f"dataset {name} has no split 'train', only {', '.join(splits)}")
     if "text" not in columns:
         raise UserError(f"dataset {name} has no column 'text', only {', '.join(columns)}")
-    return rows.select_columns(["text"])
+    return {split: rows.select_columns(["text"]) for split, rows in splits.items()}
 
 
 def dataset_location(name):
@@ -130,3 +154,17 @@ def hub_answers():
     except (OSError, ValueError, http.client.HTTPException):
         return False
     return True
+
+
+def join_rows(chunk):
+    return "".join(row or "" for row in chunk["text"])
+
+
+def pack(token_lists, length):
+    """The tokens end to end, as int64 tensors of `length`; the last partial one is dropped."""
+    tokens = []
+    for more in token_lists:
+        tokens += more
+        while len(tokens) >= length:
+            yield torch.tensor(tokens[:length])
+            del tokens[:length]

@@ -7,9 +7,7 @@ reads in the order a run happens: arguments, model, data, engine, measurement, l
 """
 
 import argparse
-import io
 import itertools
-import json
 import logging
 import math
 import os
@@ -19,7 +17,7 @@ import sys
 import tempfile
 import time
 import warnings
-from contextlib import nullcontext, redirect_stdout
+from functools import partial
 from importlib.metadata import version
 from pathlib import Path
 
@@ -27,8 +25,10 @@ os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")  # the data worker is a
 if "--verbose" not in sys.argv:
     warnings.filterwarnings("ignore", category=FutureWarning)
     warnings.filterwarnings("ignore", category=DeprecationWarning)
+    logging.disable(logging.WARNING)  # on the CPU, DeepSpeed warns from every process as it is imported
 
 import deepspeed
+import numpy as np
 import torch
 import torch.nn as nn
 import torch.nn.functional as F
@@ -38,13 +38,17 @@ from torch.utils.checkpoint import checkpoint
 from tqdm import tqdm
 
 import cpu_bf16
-from ds_config import read_config, resolve_config
+from ds_config import STOCHASTIC_ROUND, read_config, resolve_config
 from errors import UserError
-from run_log import Clock, RunLog, reset_peak_memory
-from text_source import go_offline_if_hub_is_unreachable, load_rows, load_tokenizer
+from lost_updates import LostUpdates
+from run_log import Clock, RunLog, print_summary, reset_peak_memory
+from stochastic_adamw import StochasticAdamW
+from text_source import go_offline_if_hub_is_unreachable, join_rows, load_chunks, load_tokenizer, pack
+from validation import Validation
+
+logging.disable(logging.NOTSET)
 
 GPT2_VOCAB_SIZE = 50257
-CHUNK_ROWS = 32  # rows of text that stay together: about 2,000 tokens of Wikitext, several blocks
 SHUFFLE_CHUNKS = 1024  # chunks held in the shuffle buffer
 LOSS_CHUNK = 128  # tokens whose logits are widened to fp32 at once
 
@@ -114,6 +118,9 @@ def parse_args(argv=None):
     )
     add("--tokenizer", default="gpt2", metavar="NAME", help="Hub name, local folder, or 'builtin'")
 
+    add("--eval_interval", type=int, default=0, help="steps between two validations; 0: once, at the end")
+    add("--eval_batches", type=positive, default=32, help="micro batches of validation text per GPU, at most")
+
     add = parser.add_argument_group("logging").add_argument
     add(
         "--loss_log_file",
@@ -134,10 +141,9 @@ def parse_args(argv=None):
 def check_args(args):
     if args.hidden_dim % args.num_heads:
         raise UserError(f"--hidden_dim {args.hidden_dim} is not divisible by --num_heads {args.num_heads}")
-    if args.warmup_steps < 0:
-        raise UserError(f"--warmup_steps must be 0 or more, not {args.warmup_steps}")
-    if args.seed < 0:
-        raise UserError(f"--seed must be 0 or more, not {args.seed}")
+    for name in ("warmup_steps", "eval_interval", "seed"):
+        if getattr(args, name) < 0:
+            raise UserError(f"--{name} must be 0 or more, not {getattr(args, name)}")
     if args.learning_rate is not None and not (math.isfinite(args.learning_rate) and args.learning_rate >= 0):
         raise UserError(f"--learning_rate must be a finite number >= 0, not {args.learning_rate}")
 
@@ -224,7 +230,7 @@ class CrossEntropy(torch.autograd.Function):
     @staticmethod
     def backward(ctx, grad_loss):
         (gradient,) = ctx.saved_tensors
-        return gradient * grad_loss.to(gradient.dtype), None
+        return gradient.mul_(grad_loss.to(gradient.dtype)), None
 
 
 class GPT(nn.Module):
@@ -300,8 +306,6 @@ class RandomBlocks(torch.utils.data.IterableDataset):
         self.micro_batch, self.rank, self.world_size = micro_batch, rank, world_size
 
     def block(self, index):
-        import numpy as np
-
         return torch.from_numpy(
             np.random.default_rng([self.seed, index]).integers(self.vocab_size, size=self.seq_length + 1)
         )
@@ -320,8 +324,8 @@ class TextBlocks(torch.utils.data.IterableDataset):
     an epoch only the last partial block is lost. Raises UserError when this rank's share is shorter than one block.
     """
 
-    def __init__(self, rows, tokenize, seq_length, seed, rank, world_size):
-        self.chunks, self.tokenize, self.seq_length = rows.batch(CHUNK_ROWS), tokenize, seq_length
+    def __init__(self, chunks, tokenize, seq_length, seed, rank, world_size):
+        self.chunks, self.tokenize, self.seq_length = chunks, tokenize, seq_length
         self.seed, self.rank, self.world_size = seed, rank, world_size
 
     def __iter__(self):
@@ -338,12 +342,8 @@ class TextBlocks(torch.utils.data.IterableDataset):
 
     def epoch(self, epoch):
         """One pass over this rank's share, as int64 tensors of seq_length + 1 tokens."""
-        length, tokens = self.seq_length + 1, []
-        for chunk in itertools.islice(self.shuffled(epoch), self.rank, None, self.world_size):
-            tokens += self.tokenize("".join(row or "" for row in chunk["text"]))
-            while len(tokens) >= length:
-                yield torch.tensor(tokens[:length])
-                del tokens[:length]
+        mine = itertools.islice(self.shuffled(epoch), self.rank, None, self.world_size)
+        yield from pack((self.tokenize(join_rows(chunk)) for chunk in mine), self.seq_length + 1)
 
     def shuffled(self, epoch):
         """The epoch's chunks by way of a shuffle buffer, in the same order on every rank.
@@ -364,7 +364,10 @@ class TextBlocks(torch.utils.data.IterableDataset):
 
 
 def build_data(args, micro_batch):
-    """This rank's endless iterator over (micro_batch, seq_length + 1) int64 batches; fills in args.vocab_size."""
+    """(batches, validation): this rank's endless iterator over (micro_batch, seq_length + 1) int64 batches, and a
+    Validation, None for random data or where the validation text is shorter than a block. Fills in args.vocab_size.
+    """
+    validation = None
     rank, world_size = dist.get_rank(), dist.get_world_size()
     if args.use_real_data:
         go_offline_if_hub_is_unreachable([args.dataset, args.tokenizer])
@@ -372,8 +375,10 @@ def build_data(args, micro_batch):
         if args.vocab_size is not None and args.vocab_size < size:
             raise UserError(f"--vocab_size {args.vocab_size} is smaller than the tokenizer's {size}")
         args.vocab_size = args.vocab_size or size
-        rows = rank_zero_first(lambda: load_rows(args.dataset))
-        blocks = TextBlocks(rows, tokenize, args.seq_length, args.seed, rank, world_size)
+        chunks, held_out = rank_zero_first(lambda: load_chunks(args.dataset))
+        blocks = TextBlocks(chunks, tokenize, args.seq_length, args.seed, rank, world_size)
+        validation = together(lambda: Validation(held_out, tokenize, args.seq_length, micro_batch, args.eval_batches))
+        validation = validation if len(validation.blocks) else None
     else:
         args.vocab_size = args.vocab_size or GPT2_VOCAB_SIZE
         blocks = RandomBlocks(args.seed, args.vocab_size, args.seq_length, micro_batch, rank, world_size)
@@ -386,7 +391,7 @@ def build_data(args, micro_batch):
     )
     batches = iter(loader)
     first = together(lambda: first_batch(batches))
-    return itertools.chain([first], batches)
+    return itertools.chain([first], batches), validation
 
 
 def first_batch(batches):
@@ -409,15 +414,27 @@ def start_process(args):
         torch.set_num_threads(max(1, len(os.sched_getaffinity(0)) // ranks_here))
     local_rank = int(os.environ.get("LOCAL_RANK", args.local_rank))
     get_accelerator().set_device(local_rank)
-    # DeepSpeed prints from every rank when it has loaded its CPU communication op
-    with nullcontext() if args.verbose else redirect_stdout(io.StringIO()):
-        deepspeed.init_distributed()
+    # On the CPU DeepSpeed would first compile an op for inference, most of a minute when it is new, and leave its 66 MB
+    # a rank in /dev/shm for good. Training communicates through torch.distributed and never calls it.
+    deepspeed.ops.__compatible_ops__["deepspeed_shm_comm"] = False
+    deepspeed.init_distributed()
     return torch.device(get_accelerator().device_name(local_rank))
 
 
-def build_engine(model, config):
+def build_engine(model, config, seed):
     """The DeepSpeed engine, which from here on owns the model, its optimizer and the precision of every state."""
-    engine, *_ = deepspeed.initialize(model=model, model_parameters=model.parameters(), config=config)
+    params = dict(config["optimizer"]["params"])
+    stochastic_round, optimizer = params.pop(STOCHASTIC_ROUND, False), None
+    if stochastic_round:  # not DeepSpeed's: it gets a client optimizer in place of its "optimizer" section
+        settings = {key: value for key, value in params.items() if key not in ("torch_adam", "fused")}
+        optimizer = partial(StochasticAdamW, seed=seed, rank=dist.get_rank(), **settings)
+        config = {key: value for key, value in config.items() if key != "optimizer"}
+        config["zero_allow_untested_optimizer"] = True
+    else:
+        config = config | {"optimizer": config["optimizer"] | {"params": params}}
+    engine, *_ = deepspeed.initialize(
+        model=model, optimizer=optimizer, model_parameters=list(model.parameters()), config=config
+    )
     return engine
 
 
@@ -462,64 +479,72 @@ def describe_run(args, config, engine):
         "zero_stage": engine.zero_optimization_stage(),
         "parameter_count": sum(getattr(p, "ds_numel", p.numel()) for p in engine.module.parameters()),
         "tokens_per_step": engine.train_batch_size() * args.seq_length,
+        "validation": None,
     }
 
 
 # --------------------------------------------------------------------------------------------------------- loop
 
 
-def train(args, engine, batches, log):
-    """Run args.num_steps optimizer steps. Returns the last CSV row and how many steps the engine skipped."""
-    show = dist.get_rank() == 0
-    bar = tqdm(total=args.num_steps, unit="step", disable=not (show and sys.stderr.isatty()))
-    skipped, row = 0, {}
+def train(args, engine, batches, validation, log):
+    """Run args.num_steps optimizer steps, with a validation every args.eval_interval and after the last one."""
+    progress = Progress(args.num_steps)
+    lost_updates = LostUpdates(engine, args.seed)
     reset_peak_memory()
     for step in range(args.num_steps):
-        learning_rate, clock = engine.get_lr()[0], Clock()
-        loss = torch.zeros((), device=engine.device)
-        for _ in range(engine.gradient_accumulation_steps()):
-            blocks = next(batches)
-            log.see(blocks)
-            micro_loss = engine(blocks.to(engine.device, non_blocking=True))
-            engine.backward(micro_loss)
-            engine.step()
-            loss += micro_loss.detach() / engine.gradient_accumulation_steps()
-        skipped += not engine.was_step_applied()
-        log.add(step, loss, learning_rate, engine.get_global_grad_norm(), clock.stop())
-        bar.update()
-        if (step + 1) % args.log_interval == 0 or step + 1 == args.num_steps:
-            row = log.flush()
-            report = (
-                f"loss {row['loss']:.4f}  {row['step_time_s'] * 1000:.0f} ms  peak {row['peak_bytes'] / 2**30:.2f} GB"
-            )
-            bar.set_postfix_str(report)
-            if show and bar.disable:
-                print(f"step {step + 1}/{args.num_steps}  {report}", flush=True)
-    bar.close()
-    return row, skipped
+        last = step + 1 == args.num_steps
+        flushes = last or (step + 1) % args.log_interval == 0
+        if flushes:
+            lost_updates.before()
+        row = {"step": step, "learning_rate": engine.get_lr()[0], "clock": Clock()}
+        row["loss"] = train_step(engine, batches, log)
+        row["clock"].stop()
+        row["grad_norm"] = engine.get_global_grad_norm()
+        log.skipped_steps += not engine.was_step_applied()
+        if flushes:
+            row["lost_update_fraction"] = lost_updates.after()
+        if validation and (last or (args.eval_interval and (step + 1) % args.eval_interval == 0)):
+            log.record["validation"] = validation.evaluate(engine)
+            row["validation_loss"] = log.record["validation"]["loss"]
+        log.add(row)
+        progress.advance(log.flush() if flushes else None)
+    progress.close()
 
 
-def print_summary(record, path):
-    """A short block for people, then one line for programs."""
-    gigabytes = {key: record[f"{key}_bytes"] / 2**30 for key in ("allocated", "reserved", "peak")}
-    step_time = record["mean_step_time_s"]
-    lines = [
-        f"{record['config_name']}: {record['steps_completed']} steps of {record['tokens_per_step']} tokens, "
-        f"{record['parameter_count']:,} parameters, ZeRO-{record['zero_stage']} on {record['world_size']} ranks",
-        f"  final loss        {record['final_loss']:.4f}",
-        f"  memory            {gigabytes['allocated']:.2f} GB allocated, {gigabytes['peak']:.2f} GB peak "
-        f"({record['memory_kind']}, largest rank, GB = 2^30 bytes)",
-        "  mean step time    " + (f"{step_time:.4f} s" if step_time else "not measured: no step after --warmup_steps"),
-        f"  rows and record   {path}, {path.with_suffix('.json')}",
-    ]
-    if record["skipped_steps"]:
-        lines.insert(2, f"  skipped steps     {record['skipped_steps']}: their gradients were not finite")
-    print("\n".join(lines))
-    names = (
-        "config_name", "status", "steps_completed", "skipped_steps", "final_loss", "mean_step_time_s",
-        "allocated_bytes", "peak_bytes", "parameter_count", "world_size", "zero_stage",
-    )  # fmt: skip
-    print("RESULT " + json.dumps({key: record[key] for key in names}), flush=True)
+def train_step(engine, batches, log):
+    """One optimizer step over its micro batches; returns their mean loss on this rank (scalar, on the device)."""
+    loss = torch.zeros((), device=engine.device)
+    for _ in range(engine.gradient_accumulation_steps()):
+        blocks = next(batches)
+        log.see(blocks)
+        micro_loss = engine(blocks.to(engine.device, non_blocking=True))
+        engine.backward(micro_loss)
+        engine.step()
+        loss += micro_loss.detach() / engine.gradient_accumulation_steps()
+    return loss
+
+
+class Progress:
+    """Rank 0's progress: a bar on a terminal, else a plain line whenever rows are written."""
+
+    def __init__(self, num_steps):
+        self.show = dist.get_rank() == 0
+        self.bar = tqdm(total=num_steps, unit="step", disable=not (self.show and sys.stderr.isatty()))
+
+    def advance(self, row):
+        """One step further; `row` is the last one written, None between writes."""
+        self.bar.update()
+        if row is None or not self.show:
+            return
+        report = f"loss {row['loss']:.4f}  {row['step_time_s'] * 1000:.0f} ms  peak {row['peak_bytes'] / 2**30:.2f} GB"
+        if "validation_loss" in row:
+            report += f"  validation {row['validation_loss']:.4f}"
+        self.bar.set_postfix_str(report)
+        if self.bar.disable:
+            print(f"step {row['step'] + 1:.0f}/{self.bar.total}  {report}", flush=True)
+
+    def close(self):
+        self.bar.close()
 
 
 # --------------------------------------------------------------------------------------------------------- main
@@ -559,10 +584,11 @@ def main():
     if dist.get_rank() == 0:
         for note in notes:
             print(note, flush=True)
-    batches = build_data(args, micro_batch)
-    engine = build_engine(build_model(args, config, device), config)
+    batches, validation = build_data(args, micro_batch)
+    engine = build_engine(build_model(args, config, device), config, args.seed)
     log = RunLog(args.loss_log_file, describe_run(args, config, engine), device)
-    log.finish(*train(args, engine, batches, log))
+    train(args, engine, batches, validation, log)
+    log.finish()
     if dist.get_rank() == 0:
         print_summary(log.record, args.loss_log_file)
     dist.destroy_process_group()

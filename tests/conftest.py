@@ -79,7 +79,7 @@ def train(tmp_path_factory):
         options = {**TINY, "num_steps": 8, **options}
         key = (config, ranks, *sorted(options.items()))
         if key not in runs:
-            path = tmp_path_factory.mktemp("run") / "loss.csv"
+            path = tmp_path_factory.mktemp("run") / "a new folder" / "loss.csv"
             json_file = config if str(config).endswith(".json") else ROOT / "configs" / f"{config}.json"
             run = launch(
                 ROOT / "train.py",

@@ -31,7 +31,7 @@ def build_counting_residents(args, config, device):
 
 
 def states(engine, stage):
-    """The dtype of every state that the engine keeps, by name."""
+    """(dtypes, bytes): the dtype of every state that the engine keeps, by name; the bytes of the optimizer's."""
     optimizer = engine.optimizer
     flat = optimizer.fp32_partitioned_groups_flat if stage == 3 else optimizer.single_partition_of_fp32_groups
     inner = [optimizer.optimizer.state[p] for p in flat]
@@ -41,15 +41,17 @@ def states(engine, stage):
         "exp_avg": [state["exp_avg"] for state in inner],
         "exp_avg_sq": [state["exp_avg_sq"] for state in inner],
     }
-    return {name: sorted({str(t.dtype) for t in tensors}) for name, tensors in names.items()}
+    dtypes = {name: sorted({str(t.dtype) for t in tensors}) for name, tensors in names.items()}
+    kept = [tensor for name, tensors in names.items() if name != "parameters" for tensor in tensors]
+    return dtypes, sum(tensor.numel() * tensor.element_size() for tensor in kept)
 
 
 def probe(arguments, stage):
     args = train.parse_args([*arguments, *MODEL, "--zero_stage", str(stage)])
     config, _ = train.resolve_config(train.read_config(args.deepspeed_config), 2, 1, None, args.zero_stage)
     model, peak = build_counting_residents(args, config, "cpu")
-    engine = train.build_engine(model, config)
-    batches = train.build_data(args, 2)
+    engine = train.build_engine(model, config, args.seed)
+    batches, _ = train.build_data(args, 2)
     gradients, apply = [], engine.optimizer.optimizer.step
 
     def step(*positional, **named):  # the gradient that the optimizer is handed: the master gradient
@@ -62,10 +64,10 @@ def probe(arguments, stage):
     loss = engine(next(batches))
     engine.backward(loss)
     engine.step()
+    dtypes, size = states(engine, stage)
     total = sum(getattr(p, "ds_numel", p.numel()) for p in engine.module.parameters())
-    return {"stage": stage, "loss": loss.item(), "resident_peak": peak, "parameters": total} | {
-        "dtypes": states(engine, stage) | {"gradients": sorted(set(gradients))}
-    }
+    report = {"stage": stage, "loss": loss.item(), "resident_peak": peak, "parameters": total, "bytes": size}
+    return report | {"dtypes": dtypes | {"gradients": sorted(set(gradients))}}
 
 
 def main():

@@ -38,7 +38,10 @@ def finish(process):
 def two_at_once(tmp_path_factory):
     """Two comparisons started together from another folder, with spaces in every path."""
     folders = [tmp_path_factory.mktemp(f"a comparison {index}") for index in (1, 2)]
-    running = [start(*SMALL, "--num_steps=30", "--log_dir", folder / "the logs", cwd=folder) for folder in folders]
+    running = [
+        start(*SMALL, "--num_steps=30", "--configs", configs, "--log_dir", folder / "the logs", cwd=folder)
+        for folder, configs in zip(folders, ("baseline,bf16_full", "bf16_full"), strict=True)
+    ]
     return [(folder / "the logs", *finish(process)) for folder, process in zip(folders, running, strict=True)]
 
 
@@ -73,7 +76,7 @@ def test_dry_run_prints_the_commands_and_does_nothing(tmp_path):
     code, stdout, stderr = finish(start("--dry_run", "--log_dir", tmp_path / "x y", "--num_gpus", "3", cwd=tmp_path))
     assert (code, stderr) == (0, "")
     commands = [line for line in stdout.splitlines() if line.startswith("deepspeed ")]
-    assert len(commands) == 2
+    assert len(commands) == 3
     assert all("--num_gpus=3" in line and "--num_layers 4" in line and "--seq_length 256" in line for line in commands)
     assert list(tmp_path.iterdir()) == []
 
@@ -90,7 +93,7 @@ def test_with_gpus_it_takes_all_of_them_and_the_published_dimensions(tmp_path):
         "--num_gpus=4", "--num_layers 32", "--hidden_dim 4096", "--num_heads 32", "--batch_size 1", "--num_steps 1000",
         "--activation_checkpointing", "--use_real_data", "--seed 42",
     )  # fmt: skip
-    assert len(commands) == 2 and all(part in line for line in commands for part in published)
+    assert len(commands) == 3 and all(part in line for line in commands for part in published)
     assert "--dataset" not in done.stdout and "on 4 GPUs" in done.stdout
 
 
@@ -100,6 +103,7 @@ def test_with_gpus_it_takes_all_of_them_and_the_published_dimensions(tmp_path):
         (["--no_such_option", "1"], "unknown option --no_such_option"),
         (["stray"], "unexpected argument stray"),
         (["--num_steps"], "needs a value"),
+        (["--seed", "1", "--seeds", "2,3"], "not both"),
         (["--configs", "baseline,none"], "no config"),
     ],
 )
@@ -109,6 +113,24 @@ def test_a_mistake_is_an_error_with_code_2(tmp_path, arguments, message):
     assert message in stderr.splitlines()[-1]
     if message.startswith("un"):
         assert "usage: run_comparison.sh" in stderr
+
+
+def test_seeds_are_runs_of_their_own_in_alternating_order(tmp_path):
+    code, stdout, _ = finish(start("--dry_run", "--seeds", "7,8,9", "--configs", "baseline,bf16_full", cwd=tmp_path))
+    assert code == 0
+    names = [line.split("--loss_log_file ")[1].split()[0] for line in stdout.splitlines() if "--loss_log_file" in line]
+    order = [
+        "baseline_seed7",
+        "bf16_full_seed7",
+        "bf16_full_seed8",
+        "baseline_seed8",
+        "baseline_seed9",
+        "bf16_full_seed9",
+    ]
+    assert [Path(name).name.removesuffix("_loss.csv") for name in names] == order
+    assert [line.split("--seed ")[1].split()[0] for line in stdout.splitlines() if "--seed " in line] == list("778899")
+    plot = stdout.splitlines()[-1]
+    assert plot.count("--run baseline=") == 3 and plot.count("--run bf16_full=") == 3
 
 
 def test_help(tmp_path):

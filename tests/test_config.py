@@ -27,6 +27,20 @@ def test_bf16_full_differs_from_baseline_in_precision_and_nothing_else():
     assert baseline == bf16_full
 
 
+def test_stochastic_rounding_is_one_key():
+    plain, stochastic = config("bf16_full"), config("bf16_full_sr")
+    assert stochastic["optimizer"]["params"].pop("bf16_stochastic_round") is True
+    assert stochastic == plain
+
+
+def test_the_offloaded_pair_differs_in_the_moments_only():
+    full, master = config("bf16_full_offload"), config("bf16_master_offload")
+    assert full["bf16"].pop("bf16_optimizer_states") is True
+    assert full == master
+    assert master["zero_optimization"].pop("offload_optimizer") == {"device": "cpu"}
+    assert master["zero_optimization"] == config()["zero_optimization"]
+
+
 def test_baseline_says_what_it_should():
     baseline = config()
     optimizer = baseline["optimizer"]["params"]
@@ -92,6 +106,15 @@ BAD_CONFIGS = {
 }
 
 
+STOCHASTIC = {"bf16_stochastic_round": True}
+BAD_STOCHASTIC = {
+    "fp32 master weights": ("bf16", {"enabled": True}, "kept in bf16"),
+    "another optimizer": ("optimizer", {"type": "Adam"}, "AdamW only"),
+    "offload": ("zero_optimization", OFFLOAD, "does not work with offload_optimizer"),
+    "a parameter it lacks": ("optimizer", {"params": STOCHASTIC | {"lr": 1e-4, "amsgrad": True}}, "no amsgrad"),
+}
+
+
 def spoiled(section, change):
     bad = config()
     if change is None:
@@ -108,6 +131,18 @@ def test_a_config_that_cannot_run_is_refused_in_one_line(case):
     section, change, message = BAD_CONFIGS[case]
     with pytest.raises(UserError, match=message) as caught:
         resolve_config(spoiled(section, change))
+    assert "\n" not in str(caught.value)
+
+
+@pytest.mark.parametrize("case", BAD_STOCHASTIC)
+def test_stochastic_rounding_in_the_wrong_place_is_refused_in_one_line(case):
+    section, change, message = BAD_STOCHASTIC[case]
+    bad = config("bf16_full_sr")
+    bad[section] = change if section == "bf16" else bad[section] | change
+    if case == "offload":
+        del bad["optimizer"]["params"]["torch_adam"]
+    with pytest.raises(UserError, match=message) as caught:
+        resolve_config(bad)
     assert "\n" not in str(caught.value)
 
 
@@ -201,6 +236,7 @@ def test_the_launcher_ends_with_one_line_and_code_2_and_nothing_is_overwritten(t
     assert [path.name for path in tmp_path.iterdir() if path.suffix not in (".csv", ".json")] == []
 
 
+@pytest.mark.slow
 def test_what_only_deepspeed_refuses_and_an_unwritable_csv_end_in_one_line_too(tmp_path):
     odd = config()
     odd["zero_optimization"]["no_such_key"] = 1
@@ -216,6 +252,7 @@ def test_what_only_deepspeed_refuses_and_an_unwritable_csv_end_in_one_line_too(t
     assert_refused(launch(ROOT / "train.py", *arguments), "cannot write --loss_log_file")
 
 
+@pytest.mark.slow
 def test_a_vocabulary_smaller_than_the_tokenizers_is_refused(tokenizer_folder):
     arguments = ["--deepspeed_config", ROOT / "configs/baseline.json", "--use_real_data", "--dataset", "builtin"]
     run = launch(ROOT / "train.py", *arguments, "--tokenizer", tokenizer_folder, "--vocab_size", "100", ranks=1)

@@ -24,8 +24,13 @@ def tokenize(text):
     return [int(word) for word in text.split()]
 
 
-def blocks_of(rows, rank=0, world_size=1, seed=0, epoch=0, seq_length=SEQ_LENGTH, num_shards=2):
+def chunks_of(rows, num_shards=1):
     stream = datasets.Dataset.from_dict({"text": rows}).to_iterable_dataset(num_shards=num_shards)
+    return stream.batch(text_source.CHUNK_ROWS)
+
+
+def blocks_of(rows, rank=0, world_size=1, seed=0, epoch=0, seq_length=SEQ_LENGTH, num_shards=2):
+    stream = chunks_of(rows, num_shards)
     return list(train.TextBlocks(stream, tokenize, seq_length, seed, rank, world_size).epoch(epoch))
 
 
@@ -45,7 +50,9 @@ def test_ranks_blocks_are_disjoint_and_cover_the_stream(world_size):
 def test_rows_stay_in_contiguous_chunks_and_every_target_is_the_next_token_of_the_text():
     tokens = [token for block in blocks_of(word_rows(1000), 1, 2, num_shards=1) for token in block.tolist()]
     breaks = [b for a, b in itertools.pairwise(tokens) if b != a + 1]
-    assert breaks and all(b % train.CHUNK_ROWS == 0 for b in breaks), "the text breaks where another chunk begins only"
+    assert breaks and all(b % text_source.CHUNK_ROWS == 0 for b in breaks), (
+        "the text breaks where another chunk begins only"
+    )
 
 
 def test_the_same_seed_gives_the_same_blocks_and_another_seed_or_epoch_another_order():
@@ -62,21 +69,21 @@ def test_a_text_longer_than_the_shuffle_buffer_is_shuffled_within_it(monkeypatch
     monkeypatch.setattr(train, "SHUFFLE_CHUNKS", 8)
     tokens = torch.cat(blocks_of(word_rows(3000), num_shards=1)).tolist()
     assert len(set(tokens)) == len(tokens) > 3000 - SEQ_LENGTH - 1
-    chunks = [token // train.CHUNK_ROWS for token in tokens if token % train.CHUNK_ROWS == 0]
+    chunks = [token // text_source.CHUNK_ROWS for token in tokens if token % text_source.CHUNK_ROWS == 0]
     assert chunks != sorted(chunks)
     assert all(chunk <= position + 8 for position, chunk in enumerate(chunks)), "a chunk cannot come before it is read"
 
 
 def test_a_data_worker_gives_the_blocks_that_the_process_itself_would(wikitext_folder):
     blocks = train.TextBlocks(
-        text_source.load_rows(str(wikitext_folder)), lambda text: list(text.encode()), 64, 0, 0, 2
+        text_source.load_chunks(str(wikitext_folder))[0], lambda text: list(text.encode()), 64, 0, 0, 2
     )
     loader = torch.utils.data.DataLoader(blocks, batch_size=4, num_workers=1)
     assert torch.equal(next(iter(loader)), torch.stack(list(itertools.islice(blocks, 4))))
 
 
 def test_when_the_stream_ends_it_starts_again_reshuffled():
-    stream = datasets.Dataset.from_dict({"text": word_rows(200)}).to_iterable_dataset()
+    stream = chunks_of(word_rows(200))
     data = train.TextBlocks(stream, tokenize, SEQ_LENGTH, 0, 0, 1)
     per_epoch = 200 // (SEQ_LENGTH + 1)
     blocks = list(itertools.islice(data, 2 * per_epoch))
@@ -86,7 +93,7 @@ def test_when_the_stream_ends_it_starts_again_reshuffled():
 
 
 def test_a_share_shorter_than_one_block_is_the_users_error():
-    stream = datasets.Dataset.from_dict({"text": word_rows(10)}).to_iterable_dataset()
+    stream = chunks_of(word_rows(10))
     with pytest.raises(UserError, match="too short"):
         next(iter(train.TextBlocks(stream, tokenize, SEQ_LENGTH, 0, 0, 1)))
 
@@ -94,9 +101,11 @@ def test_a_share_shorter_than_one_block_is_the_users_error():
 def test_packing_real_text_adds_nothing_and_loses_nothing():
     rows = text_source.builtin_rows()[:500]
     encode, size = text_source.load_tokenizer("builtin", None)
-    stream = datasets.Dataset.from_dict({"text": rows}).to_iterable_dataset()
+    stream = chunks_of(rows)
     blocks = list(train.TextBlocks(stream, encode, 64, 3, 0, 1).epoch(0))
-    chunks = ["".join(rows[start : start + train.CHUNK_ROWS]) for start in range(0, len(rows), train.CHUNK_ROWS)]
+    chunks = [
+        "".join(rows[start : start + text_source.CHUNK_ROWS]) for start in range(0, len(rows), text_source.CHUNK_ROWS)
+    ]
     expected = Counter(token for chunk in chunks for token in encode(chunk))
     packed = Counter(token for block in blocks for token in block.tolist())
     assert max(packed) < size
@@ -123,9 +132,11 @@ def test_builtin_tokenizer_is_the_same_every_time_it_is_trained():
 
 
 def test_local_folder_in_the_hubs_layout_takes_the_wikitext_103_config(wikitext_folder, text):
-    rows = [row["text"] for row in text_source.load_rows(str(wikitext_folder))]
+    rows = [row["text"] for row in text_source.load_splits(str(wikitext_folder))["train"]]
     assert "".join(rows) == "".join(" " + sentence for sentence in text)
-    assert [row["text"] for row in text_source.load_rows(f"{wikitext_folder}:wikitext-2-raw-v1")] == ["wrong config\n"]
+    assert [row["text"] for row in text_source.load_splits(f"{wikitext_folder}:wikitext-2-raw-v1")["train"]] == [
+        "wrong config\n"
+    ]
 
 
 def test_local_folder_with_a_dataset_card_of_several_configs(tmp_path):
@@ -133,9 +144,9 @@ def test_local_folder_with_a_dataset_card_of_several_configs(tmp_path):
     (tmp_path / "b.jsonl").write_text(json.dumps({"text": "from b\n"}) + "\n")
     card = "configs:\n- config_name: first\n  data_files: a.jsonl\n- config_name: second\n  data_files: b.jsonl\n"
     (tmp_path / "README.md").write_text(f"---\n{card}---\n")
-    assert [row["text"] for row in text_source.load_rows(f"{tmp_path}:second")] == ["from b\n"]
+    assert [row["text"] for row in text_source.load_splits(f"{tmp_path}:second")["train"]] == ["from b\n"]
     with pytest.raises(UserError, match="several configs.*first, second"):
-        text_source.load_rows(str(tmp_path))
+        text_source.load_splits(str(tmp_path))["train"]
 
 
 @pytest.mark.parametrize("name", ["rows.parquet", "rows.json", "rows.jsonl", "rows.txt"])
@@ -150,19 +161,19 @@ def test_local_files(tmp_path, name):
         path.write_text("".join(json.dumps({"text": row}) + "\n" for row in rows))
     else:
         path.write_text("".join(rows))
-    assert [row["text"] for row in text_source.load_rows(str(path))] == rows
+    assert [row["text"] for row in text_source.load_splits(str(path))["train"]] == rows
 
 
 def test_files_and_columns_that_cannot_be_read_are_the_users_errors(tmp_path):
     (tmp_path / "rows.jsonl").write_text('{"content": "no text here"}\n')
     with pytest.raises(UserError, match="no column 'text', only content"):
-        text_source.load_rows(str(tmp_path / "rows.jsonl"))
+        text_source.load_splits(str(tmp_path / "rows.jsonl"))["train"]
     (tmp_path / "rows.docx").write_text("x")
     with pytest.raises(UserError, match="must end in one of"):
-        text_source.load_rows(str(tmp_path / "rows.docx"))
+        text_source.load_splits(str(tmp_path / "rows.docx"))["train"]
     (tmp_path / "broken.parquet").write_text("this is not parquet")
     with pytest.raises(UserError, match="broken.parquet cannot be loaded"):
-        text_source.load_rows(str(tmp_path / "broken.parquet"))
+        text_source.load_splits(str(tmp_path / "broken.parquet"))["train"]
     with pytest.raises(UserError, match="cannot be loaded"):
         text_source.load_tokenizer(str(tmp_path), None)
 
@@ -171,3 +182,24 @@ def test_local_tokenizer_folder(tokenizer_folder):
     encode, size = text_source.load_tokenizer(str(tokenizer_folder), None)
     assert size > 256
     assert max(encode("The parser returns a value.\n" * 200)) < size
+
+
+def text_of(chunks):
+    return "".join(text_source.join_rows(chunk) for chunk in chunks)
+
+
+def test_a_validation_split_is_used_where_there_is_one(wikitext_folder):
+    training, validation = text_source.load_chunks(str(wikitext_folder))
+    assert text_of(validation) == "held out\n" * 400
+    assert "held out" not in text_of(training)
+
+
+def test_without_one_every_tenth_chunk_is_held_out():
+    training, validation = text_source.load_chunks("builtin")
+    kept, held_out = ([tuple(chunk["text"]) for chunk in chunks] for chunks in (training, validation))
+    rows = text_source.builtin_rows()
+    everything = [tuple(rows[i : i + text_source.CHUNK_ROWS]) for i in range(0, len(rows), text_source.CHUNK_ROWS)]
+    assert held_out == everything[9::10]
+    assert kept == [chunk for index, chunk in enumerate(everything) if index % 10 != 9]
+    in_a_worker = torch.utils.data.DataLoader(training, batch_size=None, num_workers=1)
+    assert [tuple(chunk["text"]) for chunk in in_a_worker] == kept

@@ -5,7 +5,7 @@ import torch
 from conftest import TINY
 
 import train as trainer
-from text_source import load_rows, load_tokenizer
+from text_source import load_chunks, load_tokenizer
 
 LEARNING_RATE, SEED, MICRO_BATCH, RANKS, STEPS = 3e-3, 42, 2, 2, 8
 # Losses of 8 steps. `baseline` is what plain PyTorch gives in fp32 (the test below computes it again); `bf16_full`
@@ -38,7 +38,7 @@ def test_first_losses(losses, config):
 def test_the_baselines_golden_losses_are_those_of_plain_pytorch_in_fp32(wikitext_folder, tokenizer_folder):
     tokenize, size = load_tokenizer(str(tokenizer_folder), None)
     ranks = [
-        iter(trainer.TextBlocks(load_rows(str(wikitext_folder)), tokenize, TINY["seq_length"], SEED, rank, RANKS))
+        iter(trainer.TextBlocks(load_chunks(str(wikitext_folder))[0], tokenize, TINY["seq_length"], SEED, rank, RANKS))
         for rank in range(RANKS)
     ]
     torch.manual_seed(SEED)
