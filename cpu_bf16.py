@@ -17,6 +17,9 @@ def needed_for(tensor):
     return autocast_dtype is torch.bfloat16
 
 
+ROWS = 256  # widened at once: what passes between two products stays in the cache
+
+
 class _Linear(torch.autograd.Function):
     """F.linear in fp32 on bf16 tensors. It saves the bf16 tensors: under ZeRO-3 a widened copy of the weight would
     outlive the partitioning of the weight itself."""
@@ -24,23 +27,38 @@ class _Linear(torch.autograd.Function):
     @staticmethod
     def forward(ctx, x, weight, bias):  # (..., in), (out, in), (out,) or None -> (..., out)
         ctx.save_for_backward(x, weight)
+        output = x.new_empty(*x.shape[:-1], len(weight))
+        wide_weight, wide_bias = weight.float(), None if bias is None else bias.float()
         with torch.autocast("cpu", enabled=False):
-            return F.linear(x.float(), weight.float(), None if bias is None else bias.float()).bfloat16()
+            for y, rows in zip(_pieces(output), _pieces(x), strict=True):
+                y.copy_(F.linear(rows.float(), wide_weight, wide_bias))
+        return output
 
     @staticmethod
     def backward(ctx, grad):
         x, weight = ctx.saved_tensors
-        grad, rows = grad.float().flatten(0, -2), x.float().flatten(0, -2)
-        return (
-            (grad @ weight.float()).bfloat16().view_as(x) if ctx.needs_input_grad[0] else None,
-            (grad.t() @ rows).to(weight.dtype) if ctx.needs_input_grad[1] else None,
-            grad.sum(0).to(weight.dtype) if ctx.needs_input_grad[2] else None,
+        wide_weight = weight.float()
+        grad_x, grad_weight, grad_bias = (
+            torch.empty_like(x),
+            torch.zeros_like(wide_weight),
+            wide_weight.new_zeros(len(weight)),
         )
+        for to, rows, g in zip(_pieces(grad_x), _pieces(x), _pieces(grad.contiguous()), strict=True):
+            g = g.float()
+            to.copy_(g @ wide_weight)
+            grad_weight.addmm_(g.t(), rows.float())
+            grad_bias += g.sum(0)
+        return grad_x, grad_weight.to(weight.dtype), grad_bias.to(weight.dtype) if ctx.needs_input_grad[2] else None
+
+
+def _pieces(tensor):
+    """Views of (..., width) as up to ROWS rows each."""
+    return tensor.flatten(0, -2).split(ROWS)
 
 
 def linear(x, weight, bias=None):
     """F.linear(x, weight, bias) in bf16; x (..., in), weight (out, in), bias (out,) or None -> (..., out)."""
-    return _Linear.apply(x.bfloat16(), weight, bias)
+    return _Linear.apply(x.bfloat16().contiguous(), weight, bias)
 
 
 def causal_attention(q, k, v):
