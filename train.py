@@ -34,6 +34,7 @@ import torch.nn as nn
 import torch.nn.functional as F
 from deepspeed import comm as dist
 from deepspeed.accelerator import get_accelerator
+from deepspeed.utils.logging import set_log_level_from_string
 from torch.utils.checkpoint import checkpoint
 from tqdm import tqdm
 
@@ -406,9 +407,10 @@ def first_batch(batches):
 
 def start_process(args):
     """Join the process group, choose this rank's device, keep ranks x threads within the cores, quiet the libraries."""
-    if not args.verbose:
-        logging.getLogger("DeepSpeed").setLevel(logging.ERROR)
-        logging.getLogger("datasets").setLevel(logging.ERROR)
+    if "RANK" not in os.environ:
+        raise UserError("no launcher started this process: run  deepspeed --num_gpus=N train.py ...")
+    set_log_level_from_string("info" if args.verbose else "error")
+    logging.getLogger("datasets").setLevel(logging.WARNING if args.verbose else logging.ERROR)
     if "OMP_NUM_THREADS" not in os.environ:
         ranks_here = int(os.environ.get("LOCAL_WORLD_SIZE", os.environ.get("LOCAL_SIZE", 1)))
         torch.set_num_threads(max(1, len(os.sched_getaffinity(0)) // ranks_here))

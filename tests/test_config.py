@@ -214,6 +214,14 @@ def test_help_explains_every_flag_with_its_default():
     assert "(default: 512)" in done.stdout and "(default: gpt2)" in done.stdout
 
 
+def test_without_a_launcher_it_says_how_to_start(tmp_path):
+    command = [sys.executable, ROOT / "train.py", "--deepspeed_config", ROOT / "configs/baseline.json"]
+    done = subprocess.run(command, capture_output=True, text=True, env=environment(), cwd=tmp_path)
+    assert done.returncode == 2
+    assert done.stderr.count("\n") == 1 and "deepspeed --num_gpus=N train.py" in done.stderr
+    assert list(tmp_path.iterdir()) == []
+
+
 def assert_refused(run, message):
     """One line on stderr from one rank, exit code 2."""
     assert run.code == 2, run.stdout + run.stderr
