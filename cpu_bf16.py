@@ -38,17 +38,15 @@ class _Linear(torch.autograd.Function):
     def backward(ctx, grad):
         x, weight = ctx.saved_tensors
         wide_weight = weight.float()
-        grad_x, grad_weight, grad_bias = (
-            torch.empty_like(x),
-            torch.zeros_like(wide_weight),
-            wide_weight.new_zeros(len(weight)),
-        )
+        grad_x, grad_weight = torch.empty_like(x), torch.zeros_like(wide_weight)
+        grad_bias = wide_weight.new_zeros(len(weight)) if ctx.needs_input_grad[2] else None
         for to, rows, g in zip(_pieces(grad_x), _pieces(x), _pieces(grad.contiguous()), strict=True):
             g = g.float()
             to.copy_(g @ wide_weight)
             grad_weight.addmm_(g.t(), rows.float())
-            grad_bias += g.sum(0)
-        return grad_x, grad_weight.to(weight.dtype), grad_bias.to(weight.dtype) if ctx.needs_input_grad[2] else None
+            if grad_bias is not None:
+                grad_bias += g.sum(0)
+        return grad_x, grad_weight.to(weight.dtype), None if grad_bias is None else grad_bias.to(weight.dtype)
 
 
 def _pieces(tensor):

@@ -10,9 +10,10 @@ from text_source import join_rows, pack
 
 
 class Validation:
-    """Mean loss on the first blocks of the validation text: the same for every config, evaluation and rank count.
+    """Mean loss on the first blocks of the validation text: the same ones for every config and every evaluation.
 
-    Every rank holds all the blocks, (blocks, seq_length + 1), and computes its share of each global batch.
+    At most `most_batches` micro batches a rank are used. Every rank holds all the blocks, (blocks, seq_length + 1), and
+    computes its share of each global batch.
     """
 
     def __init__(self, chunks, tokenize, seq_length, micro_batch, most_batches):
