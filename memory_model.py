@@ -25,6 +25,7 @@ from errors import UserError
 GB = 2**30
 DTYPE_BYTES = {"fp32": 4, "bf16": 2, "fp16": 2}
 DTYPE_NAMES = {"float32": "fp32", "float16": "fp16", "half": "fp16", "bfloat16": "bf16"} | {d: d for d in DTYPE_BYTES}
+LOSS_CHUNK_TOKENS = 128  # of train.py's loss: tokens whose logits are widened to fp32 at once
 MAX_GPUS = 1024  # where the search for "more GPUs" gives up
 
 
@@ -663,8 +664,8 @@ def _host_buffers(plan, numels, world_size):
         return []
     size, part = DTYPE_BYTES[plan.param_dtype], partition_numel(numels, plan, world_size)
     return [
-        Component("offload buffers", plan.param_dtype, 0, (part + max(numels)) * size, False, "cpu", False),
-        Component("offload buffer", plan.param_dtype, 0, max(numels) * size, False, "gpu", False),
+        Component("host offload buffers", plan.param_dtype, 0, (part + max(numels)) * size, False, "cpu", False),
+        Component("device offload buffer", plan.param_dtype, 0, max(numels) * size, False, "gpu", False),
     ]
 
 
@@ -1051,6 +1052,12 @@ def parse_args(argv=None):
     add("--num_gpus", type=_positive, default=1)
     add("--zero_stage", type=int, choices=(0, 1, 2, 3), help="instead of the configs' own stage")
     add("--activation_checkpointing", action=argparse.BooleanOptionalAction, default=True)
+    add(
+        "--loss_chunk_tokens",
+        type=int,
+        default=LOSS_CHUNK_TOKENS,
+        help="tokens whose logits the loss widens to fp32 at once (default: train.py's %(default)s; 0: a plain loss)",
+    )
     add("--gpu_memory", type=float, help="GB (2^30 bytes) per GPU; says what fits")
     add("--largest", action="store_true", help="the largest model that fits in --gpu_memory, per config")
     out = parser.add_mutually_exclusive_group()
@@ -1066,6 +1073,8 @@ def parse_args(argv=None):
         _fail("give --num_params or --num_layers and --hidden_dim, not both")
     if not (args.num_params or args.hidden_dim or args.largest or args.capacity or args.bookkeeping):
         _fail("which model? give --num_layers and --hidden_dim, or --num_params, or --largest with --gpu_memory")
+    if args.loss_chunk_tokens < 0:
+        _fail(f"--loss_chunk_tokens must be 0 or more, not {args.loss_chunk_tokens}")
     if args.gpu_memory is not None and not 0 < args.gpu_memory < math.inf:
         _fail(f"--gpu_memory must be a positive number of GB, not {args.gpu_memory:g}")
     if (args.largest or args.capacity) and not args.gpu_memory:
@@ -1157,7 +1166,8 @@ def answer(args, configs):
     if args.zero_stage is not None:
         configs = {name: with_stage(config, args.zero_stage) for name, config in configs.items()}
     model, origin = chosen_model(args)
-    setup = Setup(model, {}, args.num_gpus, args.batch_size, args.activation_checkpointing)
+    chunk = args.loss_chunk_tokens or None
+    setup = Setup(model, {}, args.num_gpus, args.batch_size, args.activation_checkpointing, chunk)
     if args.bookkeeping:
         return print(bookkeeping_table(configs, model, args.num_gpus))
     if args.capacity:
@@ -1174,7 +1184,8 @@ def answer(args, configs):
     print(
         f"{origin}; {args.num_gpus} GPU{'s' if args.num_gpus > 1 else ''}, micro batch {args.batch_size}, "
         f"sequence length {model.seq_length}, vocabulary {model.vocab_size}, activation checkpointing "
-        f"{'on' if args.activation_checkpointing else 'off'}\n\n{memory_table(predictions)}"
+        f"{'on' if args.activation_checkpointing else 'off'}, "
+        f"{f'loss over {chunk} tokens at a time' if chunk else 'plain loss'}\n\n{memory_table(predictions)}"
     )
     if args.gpu_memory:
         print("", *verdicts(setups, predictions, args.gpu_memory), sep="\n")

@@ -4,11 +4,12 @@ import hashlib
 import json
 import math
 import time
-from pathlib import Path
 
 import torch
 from deepspeed import comm as dist
 from deepspeed.accelerator import get_accelerator
+
+from measured_memory import component_lines, memory_bytes
 
 MEMORY = ("allocated_bytes", "reserved_bytes", "peak_bytes")
 COLUMNS = (
@@ -20,23 +21,6 @@ COLUMNS = (
 def as_text(value):
     """A CSV cell: empty for what was not measured; 9 significant digits hold an fp32 number exactly."""
     return "" if value is None else str(value) if isinstance(value, int) else f"{value:.9g}"
-
-
-def memory_bytes():
-    """(allocated, reserved, peak) bytes of this rank: the allocator's, or on the CPU resident memory for all three."""
-    accelerator = get_accelerator()
-    if accelerator.device_name() != "cpu":
-        return accelerator.memory_allocated(), accelerator.memory_reserved(), accelerator.max_memory_allocated()
-    status = dict(line.split(":", 1) for line in Path("/proc/self/status").read_text().splitlines())
-    resident, peak = (int(status[key].split()[0]) * 1024 for key in ("VmRSS", "VmHWM"))  # proc(5) counts KiB
-    return resident, resident, peak
-
-
-def reset_peak_memory():
-    """From here on, `memory_bytes` reports the peak of training, not that of building the model."""
-    get_accelerator().reset_peak_memory_stats()
-    if get_accelerator().device_name() == "cpu":
-        Path("/proc/self/clear_refs").write_text("5")  # proc(5): resets VmHWM to the current VmRSS
 
 
 class Clock:
@@ -78,6 +62,11 @@ class RunLog:
         if self.is_writer:
             self.path.write_text(",".join(COLUMNS) + "\n")
         self.write_record("running")
+
+    @property
+    def next_step(self):
+        """The step that no row has been added for yet."""
+        return len(self.rows) + len(self.pending)
 
     def see(self, blocks):
         """Chain a micro batch of blocks (still in host memory) into the fingerprint of the data order."""
@@ -158,7 +147,7 @@ def print_summary(record, path):
         lines.insert(2, f"  lost updates      {record['lost_update_fraction']:.1%} of the weights, mean over the run")
     if record["skipped_steps"]:
         lines.insert(2, f"  skipped steps     {record['skipped_steps']}: their gradients were not finite")
-    print("\n".join(lines))
+    print("\n".join([*lines, *component_lines(record["memory"])]))
     names = (
         "config_name", "status", "steps_completed", "skipped_steps", "final_loss", "validation",
         "lost_update_fraction", "mean_step_time_s",

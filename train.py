@@ -7,6 +7,7 @@ reads in the order a run happens: arguments, model, data, engine, measurement, l
 """
 
 import argparse
+import contextlib
 import itertools
 import logging
 import math
@@ -42,7 +43,9 @@ import cpu_bf16
 from ds_config import STOCHASTIC_ROUND, read_config, resolve_config
 from errors import UserError
 from lost_updates import LostUpdates
-from run_log import Clock, RunLog, print_summary, reset_peak_memory
+from measured_memory import MemoryPlan, memory_snapshot, reset_peak_memory
+from memory_model import LOSS_CHUNK_TOKENS, Model, Setup
+from run_log import Clock, RunLog, print_summary
 from stochastic_adamw import StochasticAdamW
 from text_source import go_offline_if_hub_is_unreachable, join_rows, load_chunks, load_tokenizer, pack
 from validation import Validation
@@ -51,7 +54,6 @@ logging.disable(logging.NOTSET)
 
 GPT2_VOCAB_SIZE = 50257
 SHUFFLE_CHUNKS = 1024  # chunks held in the shuffle buffer
-LOSS_CHUNK = 128  # tokens whose logits are widened to fp32 at once
 
 
 # ---------------------------------------------------------------------------------------------------- arguments
@@ -129,6 +131,12 @@ def parse_args(argv=None):
         help="where the rows go, the run record beside it; logs/CONFIG_loss.csv unless given",
     )
     add("--log_interval", type=positive, default=10, help="steps between two writes of rows and progress")
+    add(
+        "--memory_snapshot",
+        type=Path,
+        metavar="FILE",
+        help="record one step's allocations, after the warm-up, for https://pytorch.org/memory_viz (CUDA only)",
+    )
     add("--verbose", action="store_true", help="show the libraries' own messages")
     add("--local_rank", type=int, default=0, help="set by the launcher; chooses the device and nothing else")
     args = parser.parse_args(argv)
@@ -210,15 +218,16 @@ class Block(nn.Module):
 class CrossEntropy(torch.autograd.Function):
     """Mean cross-entropy of logits (tokens, vocab) against targets (tokens,), computed in fp32.
 
-    Logits and their gradient are a decoder's largest activation. This one walks over LOSS_CHUNK tokens at a time and
-    writes each chunk's gradient over its logits, so that no fp32 copy of them and no separate gradient ever exists;
+    Logits and their gradient are a decoder's largest activation. This one walks over LOSS_CHUNK_TOKENS tokens at a
+    time and writes each chunk's gradient over its logits: no fp32 copy of them and no separate gradient ever exists;
     the idea is Liger Kernel's (Hsu et al. 2024, arXiv 2410.10989, section 3.2). The head needs its output no more.
     """
 
     @staticmethod
     def forward(ctx, logits, targets):
         loss = torch.zeros((), dtype=torch.float32, device=logits.device)
-        for chunk, target in zip(logits.detach().split(LOSS_CHUNK), targets.split(LOSS_CHUNK), strict=True):
+        chunks = logits.detach().split(LOSS_CHUNK_TOKENS), targets.split(LOSS_CHUNK_TOKENS)
+        for chunk, target in zip(*chunks, strict=True):
             log_probs, target = chunk.float().log_softmax(-1), target[:, None]
             loss -= log_probs.gather(1, target).sum()
             if ctx.needs_input_grad[0]:
@@ -464,7 +473,14 @@ def rank_zero_first(action):
 # -------------------------------------------------------------------------------------------------- measurement
 
 
-def describe_run(args, config, engine):
+def memory_plan(args, config, micro_batch):
+    """What this run is predicted to need on each rank."""
+    model = Model(args.num_layers, args.hidden_dim, args.num_heads, args.vocab_size, args.seq_length)
+    sizes = dist.get_world_size(), micro_batch, args.activation_checkpointing, LOSS_CHUNK_TOKENS
+    return MemoryPlan(Setup(model, config, *sizes))
+
+
+def describe_run(args, config, engine, memory):
     """The run record as far as it is known before the first step."""
     accelerator = get_accelerator()
     on_cpu = accelerator.device_name() == "cpu"
@@ -481,6 +497,7 @@ def describe_run(args, config, engine):
         "zero_stage": engine.zero_optimization_stage(),
         "parameter_count": sum(getattr(p, "ds_numel", p.numel()) for p in engine.module.parameters()),
         "tokens_per_step": engine.train_batch_size() * args.seq_length,
+        "memory": memory.describe(),
         "validation": None,
     }
 
@@ -488,10 +505,11 @@ def describe_run(args, config, engine):
 # --------------------------------------------------------------------------------------------------------- loop
 
 
-def train(args, engine, batches, validation, log):
+def train(args, engine, batches, validation, log, memory):
     """Run args.num_steps optimizer steps, with a validation every args.eval_interval and after the last one."""
     progress = Progress(args.num_steps)
     lost_updates = LostUpdates(engine, args.seed)
+    snapshot_step = min(args.warmup_steps, args.num_steps - 1) if args.memory_snapshot else None
     reset_peak_memory()
     for step in range(args.num_steps):
         last = step + 1 == args.num_steps
@@ -499,8 +517,11 @@ def train(args, engine, batches, validation, log):
         if flushes:
             lost_updates.before()
         row = {"step": step, "learning_rate": engine.get_lr()[0], "clock": Clock()}
-        row["loss"] = train_step(engine, batches, log)
+        with memory_snapshot(args.memory_snapshot) if step == snapshot_step else contextlib.nullcontext():
+            row["loss"] = train_step(engine, batches, log)
         row["clock"].stop()
+        if step == 0:
+            log.record["memory"] = memory.measure(engine)
         row["grad_norm"] = engine.get_global_grad_norm()
         log.skipped_steps += not engine.was_step_applied()
         if flushes:
@@ -560,11 +581,15 @@ def check_with_deepspeed(config):
         raise UserError("DeepSpeed refuses the config: " + " ".join(str(error).split())[:300]) from error
 
 
-def prepare_output(path):
+def prepare_output(path, memory_snapshot):
     """Create the CSV's folder and see that both files can be written, without touching what is there."""
+    if memory_snapshot and get_accelerator().device_name() != "cuda":
+        raise UserError("--memory_snapshot records the CUDA allocator, and this run is on the CPU")
     if dist.get_rank() != 0:
         return
     try:
+        if memory_snapshot:
+            memory_snapshot.parent.mkdir(parents=True, exist_ok=True)
         path.parent.mkdir(parents=True, exist_ok=True)
         tempfile.TemporaryFile(dir=path.parent).close()
         for target in (path, path.with_suffix(".json")):
@@ -582,14 +607,18 @@ def main():
     )  # fmt: skip
     device = start_process(args)
     micro_batch = together(lambda: check_with_deepspeed(config)).train_micro_batch_size_per_gpu
-    together(lambda: prepare_output(args.loss_log_file))
+    together(lambda: prepare_output(args.loss_log_file, args.memory_snapshot))
     if dist.get_rank() == 0:
         for note in notes:
             print(note, flush=True)
     batches, validation = build_data(args, micro_batch)
-    engine = build_engine(build_model(args, config, device), config, args.seed)
-    log = RunLog(args.loss_log_file, describe_run(args, config, engine), device)
-    train(args, engine, batches, validation, log)
+    memory, log = memory_plan(args, config, micro_batch), None
+    if dist.get_rank() == 0 and (warning := memory.warning()):
+        print(warning, flush=True)
+    with memory.explain_out_of_memory(lambda: log):
+        engine = build_engine(build_model(args, config, device), config, args.seed)
+        log = RunLog(args.loss_log_file, describe_run(args, config, engine, memory), device)
+        train(args, engine, batches, validation, log, memory)
     log.finish()
     if dist.get_rank() == 0:
         print_summary(log.record, args.loss_log_file)

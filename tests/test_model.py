@@ -51,7 +51,9 @@ def test_initial_weights():
     assert gpt.head.weight is not gpt.tokens.weight
 
 
-@pytest.mark.parametrize("tokens", [1, train.LOSS_CHUNK, train.LOSS_CHUNK + 1, 3 * train.LOSS_CHUNK])
+@pytest.mark.parametrize(
+    "tokens", [1, train.LOSS_CHUNK_TOKENS, train.LOSS_CHUNK_TOKENS + 1, 3 * train.LOSS_CHUNK_TOKENS]
+)
 def test_cross_entropy_and_its_gradient_are_pytorchs(tokens):
     torch.manual_seed(tokens)
     logits, targets = 3 * torch.randn(tokens, 50), torch.randint(50, (tokens,))
