@@ -126,7 +126,14 @@ class MemoryPlan:
             "predicted_host_bytes": prediction.host_bytes,
             "not_modelled": list(prediction.not_modelled),
             "components": [
-                {"component": row.name, "dtype": row.dtype, "transient": row.transient, "predicted_bytes": row.bytes}
+                {
+                    "component": row.name,
+                    "dtype": row.dtype,
+                    "transient": row.transient,
+                    "offloaded": row.device != "gpu",
+                    "predicted_bytes": row.bytes,
+                    "measured_bytes": None,
+                }
                 for row in prediction.components
             ],
         }
@@ -141,12 +148,19 @@ class MemoryPlan:
                 largest[row["component"]] = row
         memory = self.describe()
         for row in memory["components"]:
-            found = None if row["transient"] else largest.pop(row["component"], {"bytes": 0})
-            row["measured_bytes"] = found and found["bytes"]
-            row |= {key: found[key] for key in ("dtype", "device") if found and key in found}
-        memory["components"] += [
-            {**row, "transient": False, "predicted_bytes": 0, "measured_bytes": row.pop("bytes")}
-            for row in largest.values()
+            if not row["transient"]:
+                found = largest.pop(row["component"], {"bytes": 0})
+                row["measured_bytes"] = found.pop("bytes")
+                row |= found
+        memory["components"] += [  # what the model knows nothing of
+            {
+                "transient": False,
+                "offloaded": False,
+                "predicted_bytes": 0,
+                "measured_bytes": found.pop("bytes"),
+                **found,
+            }
+            for found in largest.values()
         ]
         return memory
 

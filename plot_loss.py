@@ -43,6 +43,8 @@ WARMUP_STEPS = 5  # rows without representative step times, where the run record
 GB = 2**30
 FIGURE_TYPES = (".png", ".pdf", ".svg")
 HUGE = 1e30  # a loss beyond it is as good as infinite, and sums and squares of anything below stay finite
+COMPONENT_LIMIT = 40  # memory components of one run; there are about twenty
+TOTALS = {"allocated": "allocated, after a step", "peak": "peak"}
 RECORD_LIMIT = 16 * 2**20  # bytes; a run record has a few thousand
 
 # Columns that are read, with the values each can have; anything else in them is left out and counted.
@@ -414,6 +416,54 @@ def validation(run):
     return result
 
 
+@dataclass(frozen=True)
+class Component:
+    """One part of a rank's memory. Sizes in bytes; `measured` is None for what comes and goes within a step."""
+
+    name: str
+    dtype: str
+    transient: bool
+    offloaded: bool
+    predicted: float
+    measured: float | None
+
+
+def memory_components(run):
+    """The components of the run's record, [] where it has none that can be read."""
+    rows = memory_record(run).get("components")
+    found = []
+    for row in rows[:COMPONENT_LIMIT] if isinstance(rows, list) else []:
+        if not isinstance(row, dict) or not isinstance(row.get("component"), str):
+            continue
+        predicted, measured = (byte_count(row.get(f"{kind}_bytes")) for kind in ("predicted", "measured"))
+        names = clean(row["component"], 40), clean(row.get("dtype", ""), 10)
+        flags = bool(row.get("transient")), bool(row.get("offloaded"))
+        found.append(Component(*names, *flags, predicted or 0.0, measured))
+    return found
+
+
+def memory_record(run):
+    memory = (run.record or {}).get("memory")
+    return memory if isinstance(memory, dict) else {}
+
+
+def byte_count(value):
+    """A record's value as a size in bytes, or None."""
+    value = number(value)
+    return value if value is not None and 0 <= value < 2**63 else None
+
+
+def predicted_total(run, name):
+    """Predicted bytes of the whole, `name` being "allocated" or "peak"; None where the record has none."""
+    return byte_count(memory_record(run).get(f"predicted_{name}_bytes"))
+
+
+def measured_total(run, name):
+    """What the allocator measured of the same; None on the CPU, where only the whole process can be measured."""
+    measure = {"allocated": allocated, "peak": peak}[name]
+    return measure(run) if run.settings.get("memory_kind") == "allocator" else None
+
+
 def memory_kind(groups):
     kinds = {run.settings.get("memory_kind") for group in groups for run in group.runs}
     return " / ".join(sorted(clean(kind, 40) if kind else "kind not recorded" for kind in kinds))
@@ -435,7 +485,7 @@ def report(groups, notes):
     parts += [f"**{escape(group.name)}**: {escape('; '.join(group.mismatch))}" for group in groups if group.mismatch]
     parts += [loss_table(groups)]
     memory, no_memory = memory_table(groups)
-    parts += [memory, validation_table(groups), verdict_table(groups)]
+    parts += [memory, component_table(groups), validation_table(groups), verdict_table(groups)]
     notes = [no_memory, *seed_notes(groups), *notes]
     parts += ["\n".join(f"- {escape(note)}" for note in notes if note)]
     return "\n\n".join(part for part in parts if part) + "\n"
@@ -443,7 +493,7 @@ def report(groups, notes):
 
 def table(title, header, rows):
     """A Markdown table; columns of words are aligned left, numbers right."""
-    ruler = ["---" if name in ("Configuration", "Measure", "Verdict") else "---:" for name in header]
+    ruler = ["---" if name in ("Configuration", "Measure", "Verdict", "Component") else "---:" for name in header]
     return "\n".join([f"### {escape(title)}", "", *("| " + " | ".join(line) + " |" for line in [header, ruler, *rows])])
 
 
@@ -490,6 +540,43 @@ def memory_table(groups):
     return table(
         title, ["Configuration", "Allocated (GB)", "saved", "Peak (GB)", "saved", "Avg step (s)", "change"], rows
     ), None
+
+
+def component_table(groups):
+    """Where the bytes of a rank are: every component, predicted and measured; of several seeds, the first. Or None.
+
+    What comes and goes within a step is predicted only. The totals are not sums: the components of the peak are those
+    of its moment.
+    """
+    shown = [(group, group.runs[0]) for group in groups if memory_components(group.runs[0])]
+    if not shown:
+        return None
+    cells = {group.label: {c.name: c for c in memory_components(run) if not c.transient} for group, run in shown}
+    for group, run in shown:  # one name may both stay and come again: what stays is measured, so that is shown
+        cells[group.label] |= {c.name: c for c in memory_components(run) if c.name not in cells[group.label]}
+    sizes = [c.predicted for found in cells.values() for c in found.values()]
+    sizes += [total for _, run in shown for name in TOTALS if (total := predicted_total(run, name))]
+    unit, unit_name = (GB, "GB of 2^30 bytes") if max(sizes) >= GB else (2**20, "MB of 2^20 bytes")
+    rows = []
+    for name in dict.fromkeys(name for found in cells.values() for name in found):
+        rows.append([escape(name), *(component_cell(cells[group.label].get(name), unit) for group, _ in shown)])
+    for name, label in TOTALS.items():
+        totals = [(predicted_total(run, name), measured_total(run, name)) for _, run in shown]
+        rows.append([label, *(" / ".join(size_cell(value, unit) for value in pair) for pair in totals)])
+    title = f"Memory by component, predicted / measured in {unit_name} a rank"
+    note = "A dash is not measured: what is freed within the step, and on the CPU the totals. *host*: offloaded."
+    return table(title, ["Component", *(escape(group.name) for group, _ in shown)], rows) + f"\n\n{note}"
+
+
+def component_cell(component, unit):
+    if component is None:
+        return ""
+    sizes = size_cell(component.predicted, unit), size_cell(component.measured, unit)
+    return " / ".join(sizes) + f" {escape(component.dtype)}" + (" *host*" if component.offloaded else "")
+
+
+def size_cell(size, unit):
+    return "–" if size is None else f"{size / unit:.2f}"
 
 
 def gb_digits(reference):
@@ -614,6 +701,10 @@ LOOK = {
     "svg.hashsalt": "plot_loss",
 }
 
+# Paul Tol's "muted" scheme (personal.sron.nl/~pault): apart for any colour vision, and unlike the configurations' own.
+COMPONENT_COLORS = (
+    "#332288", "#88CCEE", "#117733", "#DDCC77", "#CC6677", "#AA4499", "#44AA99", "#999933", "#882255", "#661100",
+)  # fmt: skip
 HOLLOW = {"linestyle": "none", "markersize": 7, "markerfacecolor": "white", "markeredgewidth": 1.5, "zorder": 4}
 MEMORY_BARS = (("allocated", allocated, GB, 2, 1.0), ("peak", peak, GB, 2, 0.6))  # name, measure, unit, digits, opacity
 TIME_BARS = (("", step_time, 1, 4, 1.0),)
@@ -633,6 +724,8 @@ def draw_figure(groups, file_type):
         if any(group.average(value) is not None for group in groups for value in values)
     ]
     rows += [("/".join(measured), 0.6 + 0.55 * len(groups))] if measured else []
+    if any(memory_components(group.runs[0]) for group in groups):
+        rows += [("components", 1.2 + 0.6 * len(groups))]
     mosaic = [(row.split("/") * 2)[:2] if "/" in row else [row, row] for row, _ in rows]
     window = smoothing_window(max(len(run.steps) for group in groups for run in group.runs))
     with rc_context(LOOK), warnings.catch_warnings():
@@ -649,6 +742,8 @@ def draw_figure(groups, file_type):
             draw_bars(axes["memory"], groups, f"Memory in GB ({memory_kind(groups)})", MEMORY_BARS, True)
         if "step time" in axes:
             draw_bars(axes["step time"], groups, "Average step time in s", TIME_BARS, "memory" not in axes)
+        if "components" in axes:
+            draw_components(axes["components"], groups)
         mark_mismatches(figure, groups)
         buffer = BytesIO()
         figure.savefig(buffer, format=file_type)
@@ -787,6 +882,41 @@ def draw_bars(ax, groups, title, bars, named):
     ax.invert_yaxis()
     ax.margins(x=0.25)
     ax.grid(axis="y", visible=False)
+
+
+def draw_components(ax, groups):
+    """Stacked bars of what stays on the device, predicted above measured, and marks for allocated and peak."""
+    totals = [predicted_total(group.runs[0], name) or 0 for group in groups for name in TOTALS]
+    unit, unit_name = (GB, "GB") if max(totals) >= GB else (2**20, "MB")
+    legend, ticks = {}, []
+    for i, group in enumerate(groups):
+        run = group.runs[0]
+        kept = [c for c in memory_components(run) if not (c.transient or c.offloaded)]
+        for j, (kind, total) in enumerate((("predicted", predicted_total), ("measured", measured_total))):
+            y, left = i + (j - 0.5) * 0.38, 0.0
+            for component in kept:
+                size = (getattr(component, kind) or 0) / unit
+                color = COMPONENT_COLORS[len(legend) % len(COMPONENT_COLORS)]
+                if component.name in legend:
+                    color = legend[component.name].patches[0].get_facecolor()
+                bar = ax.barh(y, size, 0.34, left, color=color, edgecolor="white", linewidth=0.5)
+                legend.setdefault(component.name, bar)
+                left += size
+            if (most := total(run, "peak")) is not None and most / unit > left:
+                legend["working memory at the peak"] = ax.barh(
+                    y, most / unit - left, 0.34, left, color="#DDDDDD", hatch="///", edgecolor="white", linewidth=0
+                )
+            for name, marker in (("allocated", "|"), ("peak", "D")):
+                if (value := total(run, name)) is not None:
+                    style = {"color": "black", "linestyle": "none", "markersize": 14 if marker == "|" else 5}
+                    (legend[name],) = ax.plot(value / unit, y, marker, clip_on=False, zorder=5, **style)
+            ticks.append((y, f"{textwrap.shorten(group.name, 28)}, {kind}"))
+    ax.set_yticks(*zip(*ticks, strict=True))
+    ax.set(title=f"Memory by component in {unit_name} a rank, without what is offloaded")
+    ax.invert_yaxis()
+    ax.set_xlim(left=0)
+    ax.grid(axis="y", visible=False)
+    add_legend(ax, legend, loc="upper left", bbox_to_anchor=(0, -0.12), ncols=4, fontsize=8, borderaxespad=0)
 
 
 def set_range(ax, curves, percent):

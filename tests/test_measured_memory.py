@@ -64,6 +64,7 @@ def test_the_record_and_the_summary_hold_prediction_and_measurement(train):
         "dtype": "bf16",
         "device": "cpu",
         "transient": False,
+        "offloaded": False,
         "predicted_bytes": rows["exp_avg"]["predicted_bytes"],
         "measured_bytes": rows["exp_avg"]["predicted_bytes"],
     }

@@ -188,6 +188,59 @@ def test_validation_and_lost_updates_are_tabled(capsys):
     assert "final validation loss" not in tables  # measured at different steps: no difference is taken
 
 
+def component(name, predicted, measured, dtype="bf16", transient=False, offloaded=False):
+    return {
+        "component": name,
+        "dtype": dtype,
+        "transient": transient,
+        "offloaded": offloaded,
+        "predicted_bytes": predicted,
+        "measured_bytes": measured,
+    }
+
+
+def memory_record(*components, allocated=6 * GB, peak=9 * GB):
+    totals = {"predicted_allocated_bytes": allocated, "predicted_peak_bytes": peak}
+    return {"memory": totals | {"components": list(components)}, "memory_kind": "allocator"}
+
+
+STATES = [
+    component("exp_avg", 4 * GB, 4 * GB + GB // 4, "fp32"),
+    component("gradients", 2 * GB, 2 * GB),
+    component("activations", GB, None, transient=True),
+]
+
+
+def test_components_are_the_third_table_predicted_beside_measured(capsys):
+    write_run("a", losses(5), memory_record(*STATES), allocated_bytes=[7 * GB] * 5, peak_bytes=[8 * GB] * 5)
+    offloaded = component("exp_avg", 2 * GB, 2 * GB, offloaded=True)
+    write_run("b", losses(5), memory_record(offloaded) | {"memory_kind": "resident memory"}, peak_bytes=[GB] * 5)
+    write_run("c", losses(5))
+    named = [part for name in "abc" for part in ("--run", f"{name}={name}.csv")]
+    tables = compare(capsys, *named, "--allow_mismatch")
+    assert re.findall(r"### (.+)", tables)[2].startswith("Memory by component")
+    name = "Memory by component, predicted / measured in GB"
+    assert row(tables, name, "exp_avg") == ["4.00 / 4.25 fp32", "2.00 / 2.00 bf16 *host*"]
+    assert row(tables, name, "gradients") == ["2.00 / 2.00 bf16", ""]
+    assert row(tables, name, "activations") == ["1.00 / – bf16", ""]
+    assert row(tables, name, "allocated, after a step") == ["6.00 / 7.00", "6.00 / –"]  # resident is not allocated
+    assert row(tables, name, "peak") == ["9.00 / 8.00", "9.00 / –"]
+
+
+def test_components_are_stacked_predicted_above_measured():
+    from matplotlib.figure import Figure
+
+    write_run("a", losses(5), memory_record(*STATES), allocated_bytes=[7 * GB] * 5, peak_bytes=[8 * GB] * 5)
+    groups = plot_loss.group_runs([plot_loss.read_run("a", Path("a.csv"))])
+    ax = Figure().subplots()
+    plot_loss.draw_components(ax, groups)
+    bars = sorted((bar.get_y(), bar.get_x(), bar.get_width()) for bar in ax.patches)
+    assert [(x, width) for _, x, width in bars] == [(0, 4), (4, 2), (6, 3), (0, 4.25), (4.25, 2), (6.25, 1.75)]
+    marks = sorted((line.get_ydata()[0], line.get_xdata()[0]) for line in ax.lines)
+    assert [x for _, x in marks] == [6, 9, 7, 8]  # allocated and peak: predicted, then measured
+    assert [text.get_text() for text in ax.get_yticklabels()] == ["a, predicted", "a, measured"]
+
+
 # Verdicts
 
 
@@ -378,6 +431,18 @@ def test_a_record_of_nonsense_does_no_harm(capsys):
         Path("a.json").write_text(json.dumps(dict.fromkeys(names, value)))
         tables = compare(capsys, "--baseline", "a.csv")
         assert "\x1b" not in tables and "### Training loss" in tables, i
+
+
+def test_a_memory_record_of_nonsense_does_no_harm(capsys):
+    nonsense = [None, "x", [1], {}, -1, 10**400, 1e300, True, "|$\x1b[31m", [[]] * 1000, {"component": 5}]
+    for i, value in enumerate(nonsense):
+        fields = dict.fromkeys(("dtype", "transient", "offloaded", "predicted_bytes", "measured_bytes"), value)
+        rows = [fields | {"component": "a|b\x1b$"}, value]
+        for memory in (value, {"components": value}, memory_record(*rows, allocated=value, peak=value)["memory"]):
+            write_run("a", losses(5), {"memory": memory})
+            plot_loss.main(["--baseline", "a.csv", "--output", "f.svg"])
+            tables = capsys.readouterr().out
+            assert "\x1b" not in tables and "### Training loss" in tables, i
 
 
 # Reading
