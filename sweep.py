@@ -1,4 +1,4 @@
-"""Where do bf16 states harm? Train every config at every learning rate x beta2 and print a table of validation loss.
+"""Where do bf16 states harm? Train every config at every learning rate x beta2, and print what became of the loss.
 
     python sweep.py --learning_rates 1e-4,1e-3 --beta2s 0.95,0.999 --seeds 1,2,3 --log_dir logs/sweep \\
       --num_layers 4 --hidden_dim 128 --use_real_data
@@ -9,6 +9,7 @@ was, and a finished one prints its table at once.
 
 import argparse
 import concurrent.futures
+import functools
 import itertools
 import json
 import socket
@@ -37,29 +38,53 @@ class Cell:
         return f"lr{self.lr}_beta2_{self.beta2}/{self.config}_seed{self.seed}"
 
 
+class Parser(argparse.ArgumentParser):
+    def error(self, message):
+        raise UserError(f"{message} (see --help)")
+
+
+def names(text):
+    return [part.strip() for part in text.split(",") if part.strip()]
+
+
+def numbers(text):
+    """Comma-separated numbers, each as it was written."""
+    for part in names(text):
+        float(part)
+    return names(text)
+
+
 def parse_args(argv=None):
-    """(arguments, what goes on to train.py)."""
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0], allow_abbrev=False)
-    add, names = parser.add_argument, lambda text: [part for part in text.split(",") if part]
+    """(arguments, what goes on to train.py). Raises UserError."""
+    parser = Parser(description=__doc__.splitlines()[0], allow_abbrev=False)
+    add = parser.add_argument
     add(
         "--configs", type=names, default="baseline,bf16_full,bf16_full_sr", help="names under configs/, reference first"
     )
-    add("--learning_rates", type=names, required=True, help="comma-separated")
-    add("--beta2s", type=names, required=True, help="comma-separated; each in place of the JSON's second beta")
+    add("--learning_rates", type=numbers, required=True, help="comma-separated")
+    add("--beta2s", type=numbers, required=True, help="comma-separated; each in place of the JSON's second beta")
     add("--seeds", type=names, default="42", help="comma-separated")
     add("--num_gpus", default="1", help="GPUs, or CPU ranks, of one run")
     add("--jobs", type=int, default=1, help="runs at once; for CPU ranks, with OMP_NUM_THREADS set")
+    add("--table_only", action="store_true", help="print the table of the runs there are, and train nothing")
     add("--log_dir", type=Path, default=Path("logs/sweep"), help="CSVs, records, logs and JSONs")
-    return parser.parse_known_args(argv)
+    args, train_arguments = parser.parse_known_args(argv)
+    if args.jobs < 1:
+        raise UserError(f"--jobs must be at least 1, not {args.jobs}")
+    for name in args.configs:
+        read_config(HERE / "configs" / f"{name}.json")  # before any run, not after hours of them
+    return args, train_arguments
 
 
-def validation_loss(cell, log_dir):
-    """The final validation loss of a completed run; None where there is none yet."""
+def outcome(cell, log_dir):
+    """(final validation loss, mean fraction of lost updates) of a completed run; None where there is none yet."""
     try:
         record = json.loads((log_dir / f"{cell.name}_loss.json").read_text())
     except (OSError, ValueError):
         return None
-    return record["validation"]["loss"] if record["status"] == "completed" and record["validation"] else None
+    if record["status"] != "completed" or not record["validation"]:
+        return None
+    return record["validation"]["loss"], record["lost_update_fraction"]
 
 
 def write_config(cell, log_dir):
@@ -75,7 +100,7 @@ def write_config(cell, log_dir):
 
 def run(cell, args, train_arguments):
     """Train one cell under the deepspeed launcher. Raises UserError when it leaves no completed record."""
-    if validation_loss(cell, args.log_dir) is not None:
+    if outcome(cell, args.log_dir):
         return
     stem = args.log_dir / cell.name
     with socket.socket() as probe:
@@ -92,29 +117,31 @@ def run(cell, args, train_arguments):
     command += ["--learning_rate", cell.lr, "--seed", cell.seed, "--loss_log_file", f"{stem}_loss.csv"]
     with open(f"{stem}.log", "w") as log:
         subprocess.run(list(map(str, command + train_arguments)), stdout=log, stderr=subprocess.STDOUT, check=False)
-    loss = validation_loss(cell, args.log_dir)
-    if loss is None:
+    done = outcome(cell, args.log_dir)
+    if done is None:
         raise UserError(f"{cell.name} left no validation loss, see {stem}.log")
-    print(f"{cell.name}: validation loss {loss:.4f}", flush=True)
+    print(f"{cell.name}: validation loss {done[0]:.4f}", flush=True)
 
 
-def table(args):
-    """Markdown: per config and column the mean validation loss and, paired by seed, its difference in percent."""
+def table(title, cell, args):
+    """Markdown: `cell(config, learning rate, beta2)` for every config, a row each."""
     columns = list(itertools.product(args.learning_rates, args.beta2s))
-    lines = ["| Configuration | " + " | ".join(f"lr {lr}, beta2 {beta2}" for lr, beta2 in columns) + " |"]
+    lines = [f"| {title} | " + " | ".join(f"lr {lr}, beta2 {beta2}" for lr, beta2 in columns) + " |"]
     lines.append("| --- " + "| ---: " * len(columns) + "|")
-    for config in args.configs:
-        cells = (table_cell(config, lr, beta2, args) for lr, beta2 in columns)
-        lines.append(f"| {config} | " + " | ".join(cells) + " |")
+    lines += [
+        f"| {config} | " + " | ".join(cell(config, lr, beta2) for lr, beta2 in columns) + " |"
+        for config in args.configs
+    ]
     return "\n".join(lines)
 
 
-def table_cell(config, lr, beta2, args):
+def loss_cell(config, lr, beta2, args):
+    """Mean validation loss and, paired by seed, its difference from the first config in percent: mean and range."""
     pairs = []
     for seed in args.seeds:
-        losses = [validation_loss(Cell(name, lr, beta2, seed), args.log_dir) for name in (args.configs[0], config)]
-        if None not in losses:
-            pairs.append(losses)
+        found = [outcome(Cell(name, lr, beta2, seed), args.log_dir) for name in (args.configs[0], config)]
+        if all(found):
+            pairs.append([loss for loss, _ in found])
     if not pairs:
         return "not run"
     text = f"{sum(loss for _, loss in pairs) / len(pairs):.4f}"
@@ -125,6 +152,13 @@ def table_cell(config, lr, beta2, args):
     return f"{text} ({sum(percents) / len(percents):+.2f} %{spread})"
 
 
+def lost_cell(config, lr, beta2, args):
+    """Updates lost to rounding in percent, mean over the run and the seeds."""
+    found = [outcome(Cell(config, lr, beta2, seed), args.log_dir) for seed in args.seeds]
+    lost = [fraction for _, fraction in filter(None, found) if fraction is not None]
+    return f"{100 * sum(lost) / len(lost):.1f} %" if lost else "not run"
+
+
 def main(argv=None):
     args, train_arguments = parse_args(argv)
     cells = [
@@ -132,9 +166,10 @@ def main(argv=None):
         for seed, lr, beta2, config in itertools.product(args.seeds, args.learning_rates, args.beta2s, args.configs)
     ]
     with concurrent.futures.ThreadPoolExecutor(args.jobs) as pool:
-        for done in [pool.submit(run, cell, args, train_arguments) for cell in cells]:
+        for done in [pool.submit(run, cell, args, train_arguments) for cell in cells if not args.table_only]:
             done.result()
-    print(table(args))
+    print(table("Validation loss", functools.partial(loss_cell, args=args), args), end="\n\n")
+    print(table("Lost updates", functools.partial(lost_cell, args=args), args))
 
 
 if __name__ == "__main__":
