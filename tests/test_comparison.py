@@ -2,6 +2,7 @@
 
 import json
 import os
+import shlex
 import signal
 import subprocess
 import sys
@@ -118,7 +119,8 @@ def test_a_mistake_is_an_error_with_code_2(tmp_path, arguments, message):
 def test_seeds_are_runs_of_their_own_in_alternating_order(tmp_path):
     code, stdout, _ = finish(start("--dry_run", "--seeds", "7,8,9", "--configs", "baseline,bf16_full", cwd=tmp_path))
     assert code == 0
-    names = [line.split("--loss_log_file ")[1].split()[0] for line in stdout.splitlines() if "--loss_log_file" in line]
+    commands = [shlex.split(line) for line in stdout.splitlines() if "--loss_log_file" in line]
+    names = [command[command.index("--loss_log_file") + 1] for command in commands]
     order = [
         "baseline_seed7",
         "bf16_full_seed7",

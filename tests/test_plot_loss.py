@@ -3,6 +3,7 @@
 import json
 import os
 import re
+import shlex
 import subprocess
 import sys
 import time
@@ -736,6 +737,6 @@ def test_help_is_quick_and_imports_no_plotting():
 @pytest.mark.parametrize("command", ["{} | head -1", "PYTHONIOENCODING=ascii {} | cat"])
 def test_output_survives_a_closed_pipe_and_a_narrow_encoding(command):
     write_run("a", losses(10))
-    program = f"{sys.executable} {ROOT / 'plot_loss.py'} --run 损失=a.csv --output f.svg"
+    program = shlex.join([sys.executable, str(ROOT / "plot_loss.py"), "--run", "损失=a.csv", "--output", "f.svg"])
     result = subprocess.run(command.format(program), shell=True, capture_output=True, text=True)
     assert "Comparison" in result.stdout and result.stderr == ""

@@ -50,6 +50,7 @@ def test_a_finished_sweep_only_prints_its_table(done):
     assert time.perf_counter() - started < 5  # a run takes over ten
 
 
+@pytest.mark.slow
 def test_a_run_that_fails_is_named(tmp_path):
     arguments = ["--configs", "baseline", "--learning_rates", "1e-4", "--beta2s", "0.9", "--log_dir", tmp_path]
     result = sweep(*arguments, *SMALL, "--num_heads", "5")
