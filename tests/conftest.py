@@ -53,7 +53,7 @@ def environment(**extra):
     return {**os.environ, "DS_ACCELERATOR": "cpu", **extra}
 
 
-def launch(script, *arguments, ranks=2, env=None, cwd=None, timeout=300):
+def launch(script, *arguments, ranks=2, env=None, cwd=None, timeout=600):
     """Run `script` under the deepspeed launcher; returns a Run (without a CSV)."""
     launcher = Path(sys.executable).with_name("deepspeed")
     command = [launcher, f"--num_gpus={ranks}", f"--master_port={free_port()}", "--log_level=error", script, *arguments]

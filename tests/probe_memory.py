@@ -1,4 +1,4 @@
-"""Run under the launcher: every config at every ZeRO stage, one step each; print what is predicted and measured."""
+"""Run under the launcher: the named configs at every ZeRO stage, one step each; print predicted and measured bytes."""
 
 import gc
 import json
@@ -45,7 +45,7 @@ def probe(name, stage):
 
 
 def main():
-    names = sorted(path.stem for path in CONFIGS.glob("*.json"))
+    names = [name for name in sys.argv[1:] if not name.startswith("--")]  # the launcher adds --local_rank
     train.start_process(train.parse_args(["--deepspeed_config", names[0]]))
     reports = []
     for name in names:
