@@ -4,7 +4,6 @@ import contextlib
 import os
 import re
 import resource
-import sys
 from pathlib import Path
 
 import psutil
@@ -165,22 +164,19 @@ class MemoryPlan:
         return memory
 
     @contextlib.contextmanager
-    def explain_out_of_memory(self, log):
-        """End this rank with exit code 1 and a message that helps, if the allocator refuses within the block.
+    def explain_out_of_memory(self, stop):
+        """End the run with exit code 1 and a message that helps, if the allocator refuses within the block.
 
-        log() gives the RunLog, or None before there is one. The launcher ends the other ranks once this one is gone.
+        stop: the Interruption, whose log, once there is one, knows the step.
         """
         try:
             yield
         except (RuntimeError, MemoryError) as error:
             if not is_out_of_memory(error):
                 raise
-            step = None if log() is None else log().next_step
-            message = self.out_of_memory(error, step)
-            if log() is not None:
-                log().write_record(f"failed: out of memory at step {step}")
-            print(message, file=sys.stderr, flush=True)
-            os._exit(1)  # at once: an orderly exit would wait for ranks that wait for this one
+            step = None if stop.log is None else stop.log.next_step
+            reason = "out of memory " + ("before the first step" if step is None else f"at step {step}")
+            stop.fail(reason, message=self.out_of_memory(error, step))
 
     def out_of_memory(self, error, step):
         """What happened, what was predicted, what was measured, and what to change."""

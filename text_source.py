@@ -5,9 +5,12 @@ a run on random tokens needs none of them.
 """
 
 import http.client
+import itertools
 import os
 import ssl
+import sys
 import threading
+import time
 import urllib.error
 import urllib.request
 from pathlib import Path
@@ -22,6 +25,7 @@ BUILTIN_VOCAB_SIZE = 2048
 WIKITEXT_CONFIG = "wikitext-103-raw-v1"
 HUB_TIMEOUT_S = 5
 CHUNK_ROWS = 32  # rows of text that stay together: about 2,000 tokens of Wikitext, several blocks
+RETRY_WAITS_S = (1, 2, 4, 8, 16)  # between attempts to go on reading, once a source has failed
 HOLD_OUT = 10  # one chunk in so many is held out for validation, where the source has no split for it
 
 
@@ -73,6 +77,8 @@ def load_splits(name):
     import datasets
 
     datasets.disable_progress_bars()
+    # Of its own, silently: 20 attempts, 5 s apart, at every read. Persistent's speak.
+    datasets.config.STREAMING_READ_MAX_RETRIES, datasets.config.STREAMING_READ_RETRY_INTERVAL = 1, 0
     if name == BUILTIN:
         return {"train": datasets.Dataset.from_dict({"text": builtin_rows()}).to_iterable_dataset()}
     try:
@@ -156,12 +162,37 @@ def hub_answers():
     return True
 
 
+class Persistent:
+    """An iterable over a stream that fails at times: it is opened anew, after growing waits, and read on from there.
+
+    The stream has to give the same items every time. Raises UserError once every wait in RETRY_WAITS_S was in vain.
+    """
+
+    def __init__(self, stream):
+        self.stream = stream
+
+    def __iter__(self):
+        done, waits = 0, iter(RETRY_WAITS_S)
+        while True:
+            try:
+                for item in itertools.islice(self.stream, done, None):
+                    yield item
+                    done, waits = done + 1, iter(RETRY_WAITS_S)
+                return
+            except Exception as error:  # the libraries raise a dozen kinds for a server that does not answer
+                reason = next((line for line in str(error).splitlines() if line.strip()), type(error).__name__)[:200]
+                if (wait := next(waits, None)) is None:
+                    raise UserError(f"the dataset cannot be read any more: {reason}") from error
+                print(f"the dataset cannot be read: {reason}; again in {wait} s", file=sys.stderr, flush=True)
+                time.sleep(wait)
+
+
 def join_rows(chunk):
     return "".join(row or "" for row in chunk["text"])
 
 
 def pack(token_lists, length):
-    """The tokens end to end, as int64 tensors of `length`; the last partial one is dropped."""
+    """The tokens end to end, as int64 tensors (length,); the last partial one is dropped."""
     tokens = []
     for more in token_lists:
         tokens += more

@@ -16,8 +16,9 @@ import platform
 import random
 import sys
 import tempfile
-import time
 import warnings
+from collections.abc import Iterator
+from dataclasses import dataclass
 from functools import partial
 from importlib.metadata import version
 from pathlib import Path
@@ -27,6 +28,7 @@ if "--verbose" not in sys.argv:
     warnings.filterwarnings("ignore", category=FutureWarning)
     warnings.filterwarnings("ignore", category=DeprecationWarning)
     logging.disable(logging.WARNING)  # on the CPU, DeepSpeed warns from every process as it is imported
+    os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "ERROR")  # a stack of C++ for every connection to a rank that is gone
 
 import deepspeed
 import numpy as np
@@ -35,19 +37,21 @@ import torch.nn as nn
 import torch.nn.functional as F
 from deepspeed import comm as dist
 from deepspeed.accelerator import get_accelerator
-from deepspeed.utils.logging import set_log_level_from_string
 from torch.utils.checkpoint import checkpoint
-from tqdm import tqdm
 
 import cpu_bf16
+from checkpoint import Checkpoints, identity, random_states, set_random_states
 from ds_config import STOCHASTIC_ROUND, read_config, resolve_config
 from errors import UserError
+from flops import model_flops_per_token, recomputed_flops_per_token
+from interruption import Interruption, Stopped, leave_at_once, quiet_worker
 from lost_updates import LostUpdates
 from measured_memory import MemoryPlan, memory_snapshot, reset_peak_memory
 from memory_model import LOSS_CHUNK_TOKENS, Model, Setup
-from run_log import Clock, RunLog, print_summary
+from ranks import leave, rank_zero_first, say, start_process, together
+from run_log import Clock, Progress, RowsFile, RunLog, as_json, print_summary
 from stochastic_adamw import StochasticAdamW
-from text_source import go_offline_if_hub_is_unreachable, join_rows, load_chunks, load_tokenizer, pack
+from text_source import Persistent, go_offline_if_hub_is_unreachable, join_rows, load_chunks, load_tokenizer, pack
 from validation import Validation
 
 logging.disable(logging.NOTSET)
@@ -124,6 +128,15 @@ def parse_args(argv=None):
     add("--eval_interval", type=int, default=0, help="steps between two validations; 0: once, at the end")
     add("--eval_batches", type=positive, default=32, help="micro batches of validation text per GPU, at most")
 
+    add = parser.add_argument_group("checkpoints and faults").add_argument
+    add("--checkpoint_dir", type=Path, metavar="DIR", help="where checkpoints are kept, one folder a run")
+    add("--checkpoint_interval", type=int, default=0, help="steps between two checkpoints; 0: only when it ends")
+    add("--keep_checkpoints", type=positive, default=2, help="how many of the newest stay")
+    add("--checkpoint_strict", action="store_true", help="stop where a checkpoint cannot be written; else go on")
+    add("--resume", action="store_true", help="continue from the newest whole checkpoint, if there is one")
+    add("--on_nan", choices=("stop", "skip"), default="stop", help="where the gradients are not finite")
+    add("--max_skipped_steps", type=positive, default=10, help="most steps in a row that --on_nan skip leaves out")
+
     add = parser.add_argument_group("logging").add_argument
     add(
         "--loss_log_file",
@@ -150,7 +163,9 @@ def parse_args(argv=None):
 def check_args(args):
     if args.hidden_dim % args.num_heads:
         raise UserError(f"--hidden_dim {args.hidden_dim} is not divisible by --num_heads {args.num_heads}")
-    for name in ("warmup_steps", "eval_interval", "seed"):
+    if args.checkpoint_dir is None and (args.resume or args.checkpoint_interval or args.checkpoint_strict):
+        raise UserError("--resume, --checkpoint_interval and --checkpoint_strict need a --checkpoint_dir")
+    for name in ("warmup_steps", "eval_interval", "seed", "checkpoint_interval"):
         if getattr(args, name) < 0:
             raise UserError(f"--{name} must be 0 or more, not {getattr(args, name)}")
     if args.learning_rate is not None and not (math.isfinite(args.learning_rate) and args.learning_rate >= 0):
@@ -308,12 +323,13 @@ class RandomBlocks(torch.utils.data.IterableDataset):
     """Endless blocks of uniformly random tokens, this rank's share.
 
     Block i depends on the seed and on i alone, and every step takes the next global batch of them, so that runs of
-    equal global batch see the same data on any number of ranks.
+    equal global batch see the same data on any number of ranks. Yields (block, position after it), as TextBlocks does;
+    the position is (0, this rank's blocks so far).
     """
 
-    def __init__(self, seed, vocab_size, seq_length, micro_batch, rank, world_size):
+    def __init__(self, seed, vocab_size, seq_length, micro_batch, rank, world_size, start=(0, 0)):
         self.seed, self.vocab_size, self.seq_length = seed, vocab_size, seq_length
-        self.micro_batch, self.rank, self.world_size = micro_batch, rank, world_size
+        self.micro_batch, self.rank, self.world_size, self.start = micro_batch, rank, world_size, start
 
     def block(self, index):
         return torch.from_numpy(
@@ -321,9 +337,10 @@ class RandomBlocks(torch.utils.data.IterableDataset):
         )
 
     def __iter__(self):
-        for micro_step in itertools.count():
+        for count in itertools.count(self.start[1]):
+            micro_step, index = divmod(count, self.micro_batch)
             first = (micro_step * self.world_size + self.rank) * self.micro_batch
-            yield from map(self.block, range(first, first + self.micro_batch))
+            yield self.block(first + index), torch.tensor([0, count + 1])
 
 
 class TextBlocks(torch.utils.data.IterableDataset):
@@ -331,24 +348,28 @@ class TextBlocks(torch.utils.data.IterableDataset):
 
     Contiguous chunks of rows are shuffled (the order depends on the seed and the epoch only), dealt to the ranks in
     turn, tokenized by the rank they belong to, and packed end to end: no padding, no token twice, and at the end of
-    an epoch only the last partial block is lost. Raises UserError when this rank's share is shorter than one block.
+    an epoch only the last partial block is lost. Yields (block, position after it); the position, int64 (2,), is the
+    epoch and the number of its blocks so far, and `start` continues there, by reading the epoch again up to it.
+    Raises UserError when this rank's share is shorter than one block.
     """
 
-    def __init__(self, chunks, tokenize, seq_length, seed, rank, world_size):
+    def __init__(self, chunks, tokenize, seq_length, seed, rank, world_size, start=(0, 0)):
         self.chunks, self.tokenize, self.seq_length = chunks, tokenize, seq_length
-        self.seed, self.rank, self.world_size = seed, rank, world_size
+        self.seed, self.rank, self.world_size, self.start = seed, rank, world_size, start
 
     def __iter__(self):
-        for epoch in itertools.count():
-            blocks = self.epoch(epoch)
-            first = next(blocks, None)
-            if first is None:
+        first_epoch, skip = self.start
+        for epoch in itertools.count(first_epoch):
+            done = 0
+            for done, block in enumerate(self.epoch(epoch), start=1):
+                if done > skip:
+                    yield block, torch.tensor([epoch, done])
+            if not done:
                 raise UserError(
                     f"the dataset is too short: rank {self.rank} of {self.world_size} cannot fill one block of "
                     f"--seq_length {self.seq_length} + 1 tokens; use a shorter one, fewer ranks or more text"
                 )
-            yield first
-            yield from blocks
+            skip = 0
 
     def epoch(self, epoch):
         """One pass over this rank's share, as int64 tensors of seq_length + 1 tokens."""
@@ -373,63 +394,51 @@ class TextBlocks(torch.utils.data.IterableDataset):
         yield from buffer
 
 
-def build_data(args, micro_batch):
-    """(batches, validation): this rank's endless iterator over (micro_batch, seq_length + 1) int64 batches, and a
-    Validation, None for random data or where the validation text is shorter than a block. Fills in args.vocab_size.
+def load_text(args, micro_batch):
+    """(chunks, tokenize, validation): the training text and a Validation, which is None where the validation text is
+    shorter than a block. Fills in args.vocab_size. Raises UserError.
     """
-    validation = None
+    go_offline_if_hub_is_unreachable([args.dataset, args.tokenizer])
+    tokenize, size = rank_zero_first(lambda: load_tokenizer(args.tokenizer, args.vocab_size))
+    if args.vocab_size is not None and args.vocab_size < size:
+        raise UserError(f"--vocab_size {args.vocab_size} is smaller than the tokenizer's {size}")
+    args.vocab_size = args.vocab_size or size
+    chunks, held_out = rank_zero_first(lambda: load_chunks(args.dataset))
+    validation = together(lambda: Validation(held_out, tokenize, args.seq_length, micro_batch, args.eval_batches))
+    return Persistent(chunks), tokenize, validation if len(validation.blocks) else None
+
+
+def build_batches(args, micro_batch, text, stop, start=(0, 0)):
+    """This rank's endless iterator over (blocks, positions): int64 (micro_batch, seq_length + 1) and (micro_batch, 2).
+
+    text: (chunks, tokenize), None for random tokens. start: the position to continue from. Raises UserError.
+    """
     rank, world_size = dist.get_rank(), dist.get_world_size()
-    if args.use_real_data:
-        go_offline_if_hub_is_unreachable([args.dataset, args.tokenizer])
-        tokenize, size = rank_zero_first(lambda: load_tokenizer(args.tokenizer, args.vocab_size))
-        if args.vocab_size is not None and args.vocab_size < size:
-            raise UserError(f"--vocab_size {args.vocab_size} is smaller than the tokenizer's {size}")
-        args.vocab_size = args.vocab_size or size
-        chunks, held_out = rank_zero_first(lambda: load_chunks(args.dataset))
-        blocks = TextBlocks(chunks, tokenize, args.seq_length, args.seed, rank, world_size)
-        validation = together(lambda: Validation(held_out, tokenize, args.seq_length, micro_batch, args.eval_batches))
-        validation = validation if len(validation.blocks) else None
+    if text is None:
+        blocks = RandomBlocks(args.seed, args.vocab_size, args.seq_length, micro_batch, rank, world_size, start)
     else:
-        args.vocab_size = args.vocab_size or GPT2_VOCAB_SIZE
-        blocks = RandomBlocks(args.seed, args.vocab_size, args.seq_length, micro_batch, rank, world_size)
-    loader = torch.utils.data.DataLoader(
+        blocks = TextBlocks(*text, args.seq_length, args.seed, rank, world_size, start)
+    batches = iter(torch.utils.data.DataLoader(
         blocks,
         batch_size=micro_batch,
         num_workers=1,
         prefetch_factor=4,
         pin_memory=get_accelerator().device_name() != "cpu",
-    )
-    batches = iter(loader)
-    first = together(lambda: first_batch(batches))
-    return itertools.chain([first], batches), validation
+        worker_init_fn=quiet_worker,
+    ))  # fmt: skip
+    first = together(lambda: first_batch(batches, stop))
+    return itertools.chain(first, batches)
 
 
-def first_batch(batches):
-    try:
-        return next(batches)
-    except UserError as error:  # the worker's traceback comes with it; the last line is ours
-        raise UserError(str(error).strip().splitlines()[-1].split("UserError: ")[-1]) from error
+def first_batch(batches, stop):
+    """[the first batch], empty where a signal came first. Without data from the start, it is the user's mistake."""
+    first, failure, stop.failure = stop.fetch(batches, 1), stop.failure, None
+    if failure:
+        raise UserError(failure)
+    return first or []
 
 
 # ------------------------------------------------------------------------------------------------------- engine
-
-
-def start_process(args):
-    """Join the process group, choose this rank's device, keep ranks x threads within the cores, quiet the libraries."""
-    if "RANK" not in os.environ:
-        raise UserError("no launcher started this process: run  deepspeed --num_gpus=N train.py ...")
-    set_log_level_from_string("info" if args.verbose else "error")
-    logging.getLogger("datasets").setLevel(logging.WARNING if args.verbose else logging.ERROR)
-    if "OMP_NUM_THREADS" not in os.environ:
-        ranks_here = int(os.environ.get("LOCAL_WORLD_SIZE", os.environ.get("LOCAL_SIZE", 1)))
-        torch.set_num_threads(max(1, len(os.sched_getaffinity(0)) // ranks_here))
-    local_rank = int(os.environ.get("LOCAL_RANK", args.local_rank))
-    get_accelerator().set_device(local_rank)
-    # On the CPU DeepSpeed would first compile an op for inference, most of a minute when it is new, and leave its 66 MB
-    # a rank in /dev/shm for good. Training communicates through torch.distributed and never calls it.
-    deepspeed.ops.__compatible_ops__["deepspeed_shm_comm"] = False
-    deepspeed.init_distributed()
-    return torch.device(get_accelerator().device_name(local_rank))
 
 
 def build_engine(model, config, seed):
@@ -449,27 +458,6 @@ def build_engine(model, config, seed):
     return engine
 
 
-def together(action):
-    """Run `action` on every rank. If it fails for the user's reason on one, every rank raises that rank's UserError."""
-    result, message = None, None
-    try:
-        result = action()
-    except UserError as error:
-        message = str(error)
-    messages = [None] * dist.get_world_size()
-    dist.all_gather_object(messages, message)
-    if any(messages):
-        raise UserError(next(filter(None, messages)))
-    return result
-
-
-def rank_zero_first(action):
-    """`together`, with rank 0 ahead: what it cannot have no other rank asks for, what it downloads the others find."""
-    is_first = dist.get_rank() == 0
-    result = together(lambda: action() if is_first else None)
-    return together(lambda: result if is_first else action())
-
-
 # -------------------------------------------------------------------------------------------------- measurement
 
 
@@ -484,10 +472,12 @@ def describe_run(args, config, engine, memory):
     """The run record as far as it is known before the first step."""
     accelerator = get_accelerator()
     on_cpu = accelerator.device_name() == "cpu"
+    shape = args.num_layers, args.hidden_dim
+    recomputed = recomputed_flops_per_token(*shape, args.seq_length)
     return {
         "status": "running",
         "config_name": Path(args.deepspeed_config).stem,
-        "arguments": {key: str(value) if isinstance(value, Path) else value for key, value in vars(args).items()},
+        "arguments": as_json(vars(args)),
         "deepspeed_config": config,
         "versions": {"python": platform.python_version()}
         | {name: version(name) for name in ("torch", "deepspeed", "transformers", "datasets")},
@@ -497,6 +487,8 @@ def describe_run(args, config, engine, memory):
         "zero_stage": engine.zero_optimization_stage(),
         "parameter_count": sum(getattr(p, "ds_numel", p.numel()) for p in engine.module.parameters()),
         "tokens_per_step": engine.train_batch_size() * args.seq_length,
+        "model_flops_per_token": model_flops_per_token(*shape, args.vocab_size, args.seq_length),
+        "recomputed_flops_per_token": recomputed if args.activation_checkpointing else 0,
         "memory": memory.describe(),
         "validation": None,
     }
@@ -505,13 +497,43 @@ def describe_run(args, config, engine, memory):
 # --------------------------------------------------------------------------------------------------------- loop
 
 
-def train(args, engine, batches, validation, log, memory):
-    """Run args.num_steps optimizer steps, with a validation every args.eval_interval and after the last one."""
-    progress = Progress(args.num_steps)
+@dataclass
+class Run:
+    """What one run is made of, once it is ready to train. position: this rank's place in the data, after first_step."""
+
+    engine: deepspeed.DeepSpeedEngine
+    batches: Iterator
+    position: tuple
+    validation: Validation | None
+    log: RunLog
+    memory: MemoryPlan
+    checkpoints: Checkpoints | None
+
+    def own_state(self):
+        """What only this rank knows of its state, for a checkpoint."""
+        return {"position": tuple(self.position), "rng": random_states(), "log": self.log.state()}
+
+    def save(self, step):
+        """A checkpoint of the state before `step`, its CSV rows written; True unless it failed."""
+        if self.checkpoints is None or self.checkpoints.saved_step == step:
+            return True
+        self.log.flush()
+        return self.checkpoints.save(self.engine, step, self.own_state())
+
+
+def train(args, run, stop):
+    """Run the optimizer steps that are left, with a validation every args.eval_interval and after the last one.
+
+    Raises Stopped where a rank was asked to stop, has no more data, or sees gradients that are not finite.
+    """
+    engine, log = run.engine, run.log
+    progress = Progress(args.num_steps, log.next_step)
     lost_updates = LostUpdates(engine, args.seed)
     snapshot_step = min(args.warmup_steps, args.num_steps - 1) if args.memory_snapshot else None
     reset_peak_memory()
-    for step in range(args.num_steps):
+    for step in range(log.next_step, args.num_steps):
+        batches = stop.fetch(run.batches, engine.gradient_accumulation_steps())
+        stop.agree(step)
         last = step + 1 == args.num_steps
         flushes = last or (step + 1) % args.log_interval == 0
         if flushes:
@@ -520,25 +542,28 @@ def train(args, engine, batches, validation, log, memory):
         with memory_snapshot(args.memory_snapshot) if step == snapshot_step else contextlib.nullcontext():
             row["loss"] = train_step(engine, batches, log)
         row["clock"].stop()
-        if step == 0:
-            log.record["memory"] = memory.measure(engine)
+        run.position = batches[-1][1][-1].tolist()
+        if step == log.first_step:
+            log.record["memory"] = run.memory.measure(engine)
         row["grad_norm"] = engine.get_global_grad_norm()
-        log.skipped_steps += not engine.was_step_applied()
         if flushes:
             row["lost_update_fraction"] = lost_updates.after()
-        if validation and (last or (args.eval_interval and (step + 1) % args.eval_interval == 0)):
-            log.record["validation"] = validation.evaluate(engine)
+        if run.validation and (last or (args.eval_interval and (step + 1) % args.eval_interval == 0)):
+            log.record["validation"] = run.validation.evaluate(engine)
             row["validation_loss"] = log.record["validation"]["loss"]
         log.add(row)
         progress.advance(log.flush() if flushes else None)
+        check_finite(args, engine, row, log)
+        if args.checkpoint_interval and (step + 1) % args.checkpoint_interval == 0:
+            if not run.save(step + 1) and args.checkpoint_strict:
+                raise Stopped(f"failed: no checkpoint could be written at step {step + 1}", code=1, save=False)
     progress.close()
 
 
 def train_step(engine, batches, log):
     """One optimizer step over its micro batches; returns their mean loss on this rank (scalar, on the device)."""
     loss = torch.zeros((), device=engine.device)
-    for _ in range(engine.gradient_accumulation_steps()):
-        blocks = next(batches)
+    for blocks, _ in batches:
         log.see(blocks)
         micro_loss = engine(blocks.to(engine.device, non_blocking=True))
         engine.backward(micro_loss)
@@ -547,27 +572,22 @@ def train_step(engine, batches, log):
     return loss
 
 
-class Progress:
-    """Rank 0's progress: a bar on a terminal, else a plain line whenever rows are written."""
+def check_finite(args, engine, row, log):
+    """Raise Stopped if the step's gradients were not finite and args.on_nan allows no more of them.
 
-    def __init__(self, num_steps):
-        self.show = dist.get_rank() == 0
-        self.bar = tqdm(total=num_steps, unit="step", disable=not (self.show and sys.stderr.isatty()))
-
-    def advance(self, row):
-        """One step further; `row` is the last one written, None between writes."""
-        self.bar.update()
-        if row is None or not self.show:
-            return
-        report = f"loss {row['loss']:.4f}  {row['step_time_s'] * 1000:.0f} ms  peak {row['peak_bytes'] / 2**30:.2f} GB"
-        if "validation_loss" in row:
-            report += f"  validation {row['validation_loss']:.4f}"
-        self.bar.set_postfix_str(report)
-        if self.bar.disable:
-            print(f"step {row['step'] + 1:.0f}/{self.bar.total}  {report}", flush=True)
-
-    def close(self):
-        self.bar.close()
+    DeepSpeed has looked already, over all ranks, and skipped the update; where it does not look, the norm shows it.
+    """
+    skipped, norm = not engine.was_step_applied(), row["grad_norm"]
+    is_on_device = torch.is_tensor(norm) and norm.device.type != "cpu"  # reading it would stall the device
+    log.count_skipped(skipped)
+    if not skipped and (is_on_device or math.isfinite(norm)):
+        return
+    if args.on_nan == "skip" and skipped and log.skipped_in_a_row <= args.max_skipped_steps:
+        say(f"step {row['step']}: gradients not finite, update skipped ({log.skipped_in_a_row} in a row)")
+        return
+    log.flush()
+    reason = f"loss {row['loss']:.4g} or its gradients not finite at step {row['step']}"
+    raise Stopped(f"failed: {reason}, learning rate {row['learning_rate']:.3g}", code=1, save=False)
 
 
 # --------------------------------------------------------------------------------------------------------- main
@@ -581,22 +601,86 @@ def check_with_deepspeed(config):
         raise UserError("DeepSpeed refuses the config: " + " ".join(str(error).split())[:300]) from error
 
 
-def prepare_output(path, memory_snapshot):
-    """Create the CSV's folder and see that both files can be written, without touching what is there."""
-    if memory_snapshot and get_accelerator().device_name() != "cuda":
+def prepare_output(args):
+    """Create the folders and see that every file can be written, without touching what is there; returns the CSV's
+    RowsFile, which no other run can have at the same time, on rank 0.
+    """
+    if args.memory_snapshot and get_accelerator().device_name() != "cuda":
         raise UserError("--memory_snapshot records the CUDA allocator, and this run is on the CPU")
     if dist.get_rank() != 0:
-        return
+        return None
+    path = args.loss_log_file
     try:
-        if memory_snapshot:
-            memory_snapshot.parent.mkdir(parents=True, exist_ok=True)
+        for folder in (args.memory_snapshot and args.memory_snapshot.parent, args.checkpoint_dir):
+            if folder:
+                folder.mkdir(parents=True, exist_ok=True)
         path.parent.mkdir(parents=True, exist_ok=True)
         tempfile.TemporaryFile(dir=path.parent).close()
-        for target in (path, path.with_suffix(".json")):
-            if target.exists():
-                target.open("a").close()
+        if path.with_suffix(".json").exists():
+            path.with_suffix(".json").open("a").close()
+        return RowsFile(path)
     except OSError as error:
         raise UserError(f"cannot write --loss_log_file {path}: {error.strerror}") from error
+
+
+def prepare(args, config, device, stop):
+    """Everything up to the first step of a new or resumed run, as a Run."""
+    micro_batch = together(lambda: check_with_deepspeed(config)).train_micro_batch_size_per_gpu
+    rows = together(lambda: prepare_output(args))
+    text, validation = None, None
+    if args.use_real_data:
+        *text, validation = load_text(args, micro_batch)
+    args.vocab_size = args.vocab_size or GPT2_VOCAB_SIZE
+    checkpoints, found = None, None
+    if args.checkpoint_dir:
+        mine = identity(as_json(vars(args)), config, dist.get_world_size())
+        checkpoints = Checkpoints(args.checkpoint_dir, args.keep_checkpoints, args.checkpoint_strict, mine)
+        found = checkpoints.find() if args.resume else None
+    memory = memory_plan(args, config, micro_batch)
+    if warning := memory.warning():
+        say(warning)
+    with memory.explain_out_of_memory(stop):
+        if found and found.is_universal:
+            config = config | {"checkpoint": config.get("checkpoint", {}) | {"load_universal": True}}
+        engine = build_engine(build_model(args, config, device), config, args.seed)
+        states = checkpoints.load(engine, found) if found else None
+    position = place_in_data(states) if found else (0, 0)
+    batches = build_batches(args, micro_batch, text, stop, position)
+    if found:  # last: building a model and a data loader draws random numbers
+        set_random_states(state_of_this_rank(states)["rng"])
+    log = RunLog(
+        args.loss_log_file, rows, describe_run(args, config, engine, memory), device,
+        found.step if found else 0, state_of_this_rank(states)["log"] if found else None,
+    )  # fmt: skip
+    if args.resume:
+        say(f"resumed from {found.path}, at step {found.step}" if found else "no checkpoint yet: a fresh start")
+    return Run(engine, batches, position, validation, log, memory, checkpoints)
+
+
+def state_of_this_rank(states):
+    return states[dist.get_rank() % len(states)]
+
+
+def place_in_data(states):
+    """This rank's position in the data, given every rank's own state at the save.
+
+    On another number of ranks, every rank goes on where the ranks were on average: the same blocks for random tokens,
+    about as many of each epoch for a text, whose chunks are dealt anew.
+    """
+    if len(states) == dist.get_world_size():
+        return states[dist.get_rank()]["position"]
+    epochs, blocks = zip(*(state["position"] for state in states), strict=True)
+    return min(epochs), sum(blocks) // dist.get_world_size()
+
+
+def finish_early(run, stopped):
+    """Leave a record, and a checkpoint where the state is good, of a run that stops before its last step."""
+    run.log.flush()
+    if stopped.save and not run.save(run.log.next_step):
+        stopped.code = stopped.code or 1
+    run.log.finish(stopped.status)
+    say(f"train.py: {stopped.status}", sys.stderr)
+    return stopped.code
 
 
 def main():
@@ -605,35 +689,24 @@ def main():
         read_config(args.deepspeed_config), args.batch_size, args.gradient_accumulation_steps,
         args.learning_rate, args.zero_stage,
     )  # fmt: skip
-    device = start_process(args)
-    micro_batch = together(lambda: check_with_deepspeed(config)).train_micro_batch_size_per_gpu
-    together(lambda: prepare_output(args.loss_log_file, args.memory_snapshot))
-    if dist.get_rank() == 0:
+    with Interruption() as stop:
+        device = start_process(args)
+        stop.introduce()
         for note in notes:
-            print(note, flush=True)
-    batches, validation = build_data(args, micro_batch)
-    memory, log = memory_plan(args, config, micro_batch), None
-    if dist.get_rank() == 0 and (warning := memory.warning()):
-        print(warning, flush=True)
-    with memory.explain_out_of_memory(lambda: log):
-        engine = build_engine(build_model(args, config, device), config, args.seed)
-        log = RunLog(args.loss_log_file, describe_run(args, config, engine, memory), device)
-        train(args, engine, batches, validation, log, memory)
-    log.finish()
-    if dist.get_rank() == 0:
-        print_summary(log.record, args.loss_log_file)
+            say(note)
+        run, code = prepare(args, config, device, stop), 0
+        stop.log = run.log
+        try:
+            with run.memory.explain_out_of_memory(stop):
+                train(args, run, stop)
+            run.save(args.num_steps)
+            run.log.finish("completed")
+        except Stopped as stopped:
+            code = finish_early(run, stopped)
+    if dist.get_rank() == 0 and not code and run.log.record["status"] == "completed":
+        print_summary(run.log.record, args.loss_log_file)
     dist.destroy_process_group()
-
-
-def leave(error):
-    """End this rank for the user's mistake: rank 0 says it in one line, all ranks exit with code 2."""
-    if dist.is_initialized():
-        dist.destroy_process_group()
-    if int(os.environ.get("RANK", 0)) == 0:
-        print(f"train.py: error: {error}", file=sys.stderr, flush=True)
-    else:
-        time.sleep(3)  # a launcher that sees this rank gone first would kill rank 0 before it has spoken
-    sys.exit(2)
+    leave_at_once(code)  # an orderly exit would wait for a data worker that ignores signals
 
 
 if __name__ == "__main__":

@@ -1,15 +1,19 @@
 """Real runs, through the real `deepspeed` launcher on CPU ranks, shared by all tests that look at them."""
 
+import contextlib
 import csv
 import json
 import os
 import random
+import signal
 import socket
 import subprocess
 import sys
+import time
 from dataclasses import dataclass
 from pathlib import Path
 
+import psutil
 import pytest
 
 # For the tests in this process, before any Hugging Face library is imported: no test asks the real Hub.
@@ -53,14 +57,86 @@ def environment(**extra):
     return {**os.environ, "DS_ACCELERATOR": "cpu", **extra}
 
 
-def launch(script, *arguments, ranks=2, env=None, cwd=None, timeout=600):
-    """Run `script` under the deepspeed launcher; returns a Run (without a CSV)."""
+def launcher_command(script, *arguments, ranks=2):
     launcher = Path(sys.executable).with_name("deepspeed")
     command = [launcher, f"--num_gpus={ranks}", f"--master_port={free_port()}", "--log_level=error", script, *arguments]
-    done = subprocess.run(
-        list(map(str, command)), env=env or environment(), cwd=cwd, timeout=timeout, capture_output=True, text=True
-    )
+    return list(map(str, command))
+
+
+def launch(script, *arguments, ranks=2, env=None, cwd=None, timeout=600):
+    """Run `script` under the deepspeed launcher; returns a Run (without a CSV)."""
+    command = launcher_command(script, *arguments, ranks=ranks)
+    done = subprocess.run(command, env=env or environment(), cwd=cwd, timeout=timeout, capture_output=True, text=True)
     return Run(done.returncode, done.stdout, done.stderr, None)
+
+
+class Running:
+    """A run of train.py (or a probe that ends in it) that is still going on, in a session of its own.
+
+    As a context it leaves no process behind, whatever happens.
+    """
+
+    def __init__(self, folder, config="baseline", ranks=2, script=ROOT / "train.py", env=None, command=None, **options):
+        folder.mkdir(parents=True, exist_ok=True)
+        self.csv, self.output = folder / "loss.csv", folder / "output.txt"
+        arguments = flags({
+            **TINY, "log_interval": 1, "num_steps": 8, "batch_size": 2, "loss_log_file": self.csv,
+            "deepspeed_config": ROOT / "configs" / f"{config}.json", **options,
+        })  # fmt: skip
+        command = [*command, str(script), *arguments] if command else launcher_command(script, *arguments, ranks=ranks)
+        with self.output.open("w") as output:
+            self.process = subprocess.Popen(
+                command, env=env or environment(), stdout=output, stderr=output, start_new_session=True
+            )
+
+    def __enter__(self):
+        return self
+
+    def __exit__(self, *_):
+        with contextlib.suppress(ProcessLookupError):
+            os.killpg(self.process.pid, signal.SIGKILL)
+        self.process.wait()
+
+    @property
+    def text(self):
+        return self.output.read_text()
+
+    def wait_until(self, condition, timeout=120):
+        deadline = time.monotonic() + timeout
+        while not condition():
+            assert time.monotonic() < deadline, self.text
+            time.sleep(0.02)
+        return self
+
+    def wait_for_rows(self, count):
+        return self.wait_until(lambda: self.csv.exists() and self.csv.read_text().count("\n") > count)
+
+    def ranks(self):
+        """The ranks' processes by rank, without their data workers."""
+        found = {}
+        for process in psutil.process_iter(["cmdline"]):
+            line = process.info["cmdline"] or []
+            if str(self.csv) in line and "deepspeed.launcher.launch" not in line and "-u" in line[:2]:
+                with contextlib.suppress(psutil.Error):
+                    if str(self.csv) not in (process.parent().cmdline() if is_rank(process.parent()) else ()):
+                        found[int(process.environ()["RANK"])] = process
+        return found
+
+    def all_gone(self):
+        """Whether no process of the run is left."""
+        lines = [process.info["cmdline"] or () for process in psutil.process_iter(["cmdline", "status"])
+                 if process.info["status"] != psutil.STATUS_ZOMBIE]  # fmt: skip
+        return not any(str(self.csv) in line for line in lines)
+
+    def end(self, timeout=120):
+        """Wait for the end; the finished Run, its two outputs in one."""
+        code = self.process.wait(timeout)
+        return Run(code, self.text, self.text, self.csv)
+
+
+def is_rank(process):
+    line = process.cmdline()
+    return "-u" in line[:2] and "deepspeed.launcher.launch" not in line
 
 
 def flags(options):

@@ -32,13 +32,14 @@ class Request(NamedTuple):
 class Hub(ThreadingHTTPServer):
     """Serves `repos`, {("datasets" | "models", "owner/name"): folder}, and keeps every request in `requests`.
 
-    `moved` maps old repository names to those in `repos`; as on the Hub, such a request is redirected.
+    `moved` maps old repository names to those in `repos`; as on the Hub, such a request is redirected. While
+    `is_in_trouble`, no file is served, but 503.
     """
 
     daemon_threads = True
 
     def __init__(self, repos, moved=None):
-        self.repos, self.moved, self.requests = repos, moved or {}, []
+        self.repos, self.moved, self.requests, self.is_in_trouble = repos, moved or {}, [], False
         super().__init__(("127.0.0.1", 0), Handler)
 
     @property
@@ -92,6 +93,8 @@ class Handler(BaseHTTPRequestHandler):
         return answer(folder, found.get("path") or "", form)
 
     def resolve(self, folder, path, _):
+        if self.server.is_in_trouble:
+            return self.reply(b"", 503)
         if not (folder / path).is_file():
             return self.refuse("EntryNotFound")
         content = (folder / path).read_bytes()

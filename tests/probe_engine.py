@@ -51,7 +51,7 @@ def probe(arguments, stage):
     config, _ = train.resolve_config(train.read_config(args.deepspeed_config), 2, 1, None, args.zero_stage)
     model, peak = build_counting_residents(args, config, "cpu")
     engine = train.build_engine(model, config, args.seed)
-    batches, _ = train.build_data(args, 2)
+    batches = train.build_batches(args, 2, None, train.Interruption())
     gradients, apply = [], engine.optimizer.optimizer.step
 
     def step(*positional, **named):  # the gradient that the optimizer is handed: the master gradient
@@ -61,7 +61,7 @@ def probe(arguments, stage):
         return apply(*positional, **named)
 
     engine.optimizer.optimizer.step = step
-    loss = engine(next(batches))
+    loss = engine(next(batches)[0])
     engine.backward(loss)
     engine.step()
     dtypes, size = states(engine, stage)

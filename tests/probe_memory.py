@@ -33,10 +33,10 @@ def probe(name, stage):
     path = CONFIGS / f"{name}.json"
     args = train.parse_args(["--deepspeed_config", str(path), *MODEL])
     config, _ = train.resolve_config(train.read_config(path), 2, 1, None, stage)
-    batches, _ = train.build_data(args, 2)
+    batches = train.build_batches(args, 2, None, train.Interruption())
     plan = train.memory_plan(args, config, 2)
     engine = train.build_engine(train.build_model(args, config, "cpu"), config, args.seed)
-    engine.backward(engine(next(batches)))
+    engine.backward(engine(next(batches)[0]))
     engine.step()
     report = {"config": name, "stage": stage, "memory": plan.measure(engine)}
     report["accessors"] = counts_what_the_accessors_show(engine) if stage == 3 else None

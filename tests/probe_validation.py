@@ -28,7 +28,6 @@ def main():
     args = train.parse_args([*sys.argv[1:], *MODEL])
     config, _ = train.resolve_config(train.read_config(args.deepspeed_config), MICRO_BATCH, 1, args.learning_rate, 3)
     device = train.start_process(args)
-    batches, _ = train.build_data(args, MICRO_BATCH)
     engine = train.build_engine(train.build_model(args, config, device), config, args.seed)
     # Repeated tokens and random ones, so that the blocks' losses differ; 20 blocks: one more than three full rounds.
     texts = [{"text": ["a" * 33]}] * 11 + [{"text": [bytes(torch.randperm(33).add(60).tolist()).decode()]}] * 9

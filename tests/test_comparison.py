@@ -30,6 +30,13 @@ def start(*arguments, cwd):
     return subprocess.Popen(command, cwd=cwd, env=script_environment(), **pipes)
 
 
+def wait_for_rows(process, csv, rows):
+    deadline = time.monotonic() + 180
+    while not (csv.exists() and csv.read_text().count("\n") > rows):
+        assert process.poll() is None and time.monotonic() < deadline
+        time.sleep(0.05)
+
+
 def finish(process):
     stdout, stderr = process.communicate(timeout=300)
     return process.returncode, stdout, stderr
@@ -153,10 +160,7 @@ def test_a_failed_run_stops_it_with_that_runs_code_and_names_the_log(tmp_path):
 def test_a_run_whose_launcher_is_killed_has_failed_although_deepspeed_exits_with_0(tmp_path):
     process = start(*SMALL, "--num_steps=100000", "--log_dir", tmp_path, cwd=tmp_path)
     csv = tmp_path / "baseline_loss.csv"
-    deadline = time.monotonic() + 120
-    while not (csv.exists() and csv.read_text().count("\n") > 2):
-        assert process.poll() is None and time.monotonic() < deadline
-        time.sleep(0.2)
+    wait_for_rows(process, csv, 2)
     family = psutil.Process(process.pid).children(recursive=True)
     ranks = [child for child in family if "train.py" in " ".join(child.cmdline())]
     # The launcher that watches the ranks first, or it would see them die and report it.
@@ -168,3 +172,41 @@ def test_a_run_whose_launcher_is_killed_has_failed_although_deepspeed_exits_with
     assert code == 1
     assert "baseline failed" in stderr
     assert json.loads(csv.with_suffix(".json").read_text())["status"] == "running"
+
+
+@pytest.mark.slow
+def test_stopped_and_resumed_it_skips_what_is_finished_and_continues_what_is_not(tmp_path):
+    arguments = [*SMALL, "--num_steps=150", "--configs", "baseline,bf16_full", "--checkpoint_interval=20", "--log_dir"]
+    process = start(*arguments, tmp_path, cwd=tmp_path)
+    csv = tmp_path / "bf16_full_loss.csv"
+    wait_for_rows(process, csv, 30)
+    process.send_signal(signal.SIGTERM)
+    code, stdout, stderr = finish(process)
+    assert code == 143, stdout + stderr
+    assert "bf16_full interrupted at step " in stderr.splitlines()[-1]
+    interrupted = csv.read_text().splitlines()
+    assert 30 < len(interrupted) < 151
+
+    code, stdout, stderr = finish(start(*arguments, tmp_path, "--resume", cwd=tmp_path))
+    assert code == 0, stdout + stderr
+    assert "== baseline: completed already" in stdout and "== bf16_full\n" in stdout
+    assert f"at step {len(interrupted) - 1}" in stdout
+    assert csv.read_text().splitlines()[: len(interrupted)] == interrupted
+    assert json.loads(csv.with_suffix(".json").read_text())["steps_completed"] == 150
+    assert "| bf16_full |" in (tmp_path / "summary.md").read_text()
+
+    code, _, stderr = finish(start(*arguments, tmp_path, "--resume", "--num_steps=200", cwd=tmp_path))
+    assert code == 2
+    assert "completed run with num_steps 150: choose another --log_dir" in stderr.splitlines()[-1]
+
+
+@pytest.mark.slow
+def test_ctrl_c_stops_it_with_130(tmp_path):
+    process = start(*SMALL, "--num_steps=100000", "--log_dir", tmp_path, cwd=tmp_path)
+    csv = tmp_path / "baseline_loss.csv"
+    wait_for_rows(process, csv, 2)
+    process.send_signal(signal.SIGINT)
+    code, _, stderr = finish(process)
+    assert code == 130
+    assert "baseline interrupted at step " in stderr.splitlines()[-1]
+    assert not [p for p in psutil.process_iter(["cmdline"]) if str(tmp_path) in " ".join(p.info["cmdline"] or ())]

@@ -1,12 +1,16 @@
 """Blocks: packed, sharded, ordered. In process, with the real `datasets` streams and real tokenizers."""
 
+import bisect
 import itertools
 import json
 from collections import Counter
+from functools import partial
 
 import datasets
 import pytest
 import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
 
 import text_source
 import train
@@ -79,14 +83,16 @@ def test_a_data_worker_gives_the_blocks_that_the_process_itself_would(wikitext_f
         text_source.load_chunks(str(wikitext_folder))[0], lambda text: list(text.encode()), 64, 0, 0, 2
     )
     loader = torch.utils.data.DataLoader(blocks, batch_size=4, num_workers=1)
-    assert torch.equal(next(iter(loader)), torch.stack(list(itertools.islice(blocks, 4))))
+    inside, position = next(iter(loader))
+    assert torch.equal(inside, torch.stack([block for block, _ in itertools.islice(blocks, 4)]))
+    assert position.tolist() == [[0, 1], [0, 2], [0, 3], [0, 4]]
 
 
 def test_when_the_stream_ends_it_starts_again_reshuffled():
     stream = chunks_of(word_rows(200))
     data = train.TextBlocks(stream, tokenize, SEQ_LENGTH, 0, 0, 1)
     per_epoch = 200 // (SEQ_LENGTH + 1)
-    blocks = list(itertools.islice(data, 2 * per_epoch))
+    blocks = [block for block, _ in itertools.islice(data, 2 * per_epoch)]
     first, second = torch.stack(blocks[:per_epoch]), torch.stack(blocks[per_epoch:])
     assert not torch.equal(first, second)
     assert torch.equal(second, torch.stack(blocks_of(word_rows(200), epoch=1, num_shards=1)))
@@ -117,7 +123,7 @@ def test_random_block_i_depends_on_the_seed_and_on_i_alone():
     def global_batches(world_size, steps=3):
         micro_batch = 4 // world_size
         ranks = [iter(train.RandomBlocks(9, 100, 8, micro_batch, rank, world_size)) for rank in range(world_size)]
-        return [[tuple(next(r).tolist()) for r in ranks for _ in range(micro_batch)] for _ in range(steps)]
+        return [[tuple(next(r)[0].tolist()) for r in ranks for _ in range(micro_batch)] for _ in range(steps)]
 
     assert global_batches(1) == global_batches(2) == global_batches(4)
     assert len({block for batch in global_batches(1) for block in batch}) == 12
@@ -203,3 +209,85 @@ def test_without_one_every_tenth_chunk_is_held_out():
     assert kept == [chunk for index, chunk in enumerate(everything) if index % 10 != 9]
     in_a_worker = torch.utils.data.DataLoader(training, batch_size=None, num_workers=1)
     assert [tuple(chunk["text"]) for chunk in in_a_worker] == kept
+
+
+@settings(deadline=None, max_examples=150)
+@given(st.lists(st.integers(0, 90), max_size=60), st.integers(2, 40))
+def test_packing_keeps_every_token_once_and_in_order(lengths, block):
+    tokens = iter(range(sum(lengths)))
+    documents = [list(itertools.islice(tokens, length)) for length in lengths]
+    packed = [block.tolist() for block in text_source.pack(documents, block)]
+    assert all(len(one) == block for one in packed)
+    whole = sum(lengths) // block * block
+    assert list(itertools.chain(*packed)) == list(range(whole)), "only the tail may be lost"
+
+
+@settings(deadline=None, max_examples=60)
+@given(st.lists(st.integers(0, 5), max_size=150), st.integers(1, 5), st.integers(1, 30), st.integers(0, 9))
+def test_sharding_deals_every_token_to_one_rank(lengths, world_size, seq_length, seed):
+    words = iter(range(sum(lengths)))
+    rows = ["".join(f"{word} " for word in itertools.islice(words, length)) for length in lengths]
+    chunks = [{"text": rows[i : i + text_source.CHUNK_ROWS]} for i in range(0, len(rows), text_source.CHUNK_ROWS)]
+    ranks = [train.TextBlocks(chunks, tokenize, seq_length, seed, rank, world_size) for rank in range(world_size)]
+    tokens = [torch.cat(blocks).tolist() if (blocks := list(rank.epoch(0))) else [] for rank in ranks]
+    seen = Counter(itertools.chain(*tokens))
+    assert not seen or max(seen.values()) == 1
+    assert sum(lengths) - len(seen) <= world_size * seq_length, "a rank loses less than a block"
+    for mine in tokens:  # within a chunk, the text's own order
+        starts = list(itertools.accumulate(map(len, (" ".join(chunk["text"]).split() for chunk in chunks)), initial=0))
+        chunk_of = [bisect.bisect_right(starts, token) for token in mine]
+        pairs = zip(itertools.pairwise(mine), itertools.pairwise(chunk_of), strict=True)
+        assert all(following == token + 1 for (token, following), (chunk, other) in pairs if chunk == other)
+
+
+@settings(deadline=None, max_examples=40)
+@given(st.integers(1, 3), st.integers(0, 60))
+def test_a_stream_continues_from_any_position_across_epochs(world_size, consumed):
+    make = partial(train.TextBlocks, chunks_of(word_rows(500)), tokenize, SEQ_LENGTH, 3, world_size - 1, world_size)
+    whole = list(itertools.islice(make(), consumed + 25))
+    position = tuple(whole[consumed - 1][1].tolist()) if consumed else (0, 0)
+    rest = list(itertools.islice(make(start=position), 25))
+    assert position[0] > 0 or consumed < 30, "the later ones begin in another epoch"
+    for (block, after), (expected, expected_after) in zip(rest, whole[consumed:], strict=True):
+        assert torch.equal(block, expected) and torch.equal(after, expected_after)
+
+
+def test_random_blocks_continue_from_any_position():
+    make = partial(train.RandomBlocks, 5, 100, 8, 3, 1, 2)
+    whole = [block for block, _ in itertools.islice(make(), 12)]
+    _, position = list(itertools.islice(make(), 6))[-1]
+    rest = [block for block, _ in itertools.islice(make(start=tuple(position.tolist())), 6)]
+    assert torch.equal(torch.stack(rest), torch.stack(whole[6:]))
+
+
+class FailsAt:
+    """The numbers 0 to 9; the first reading fails before 3, the second before 7, and every one before `always`."""
+
+    def __init__(self, always=None):
+        self.always, self.failures = always, [3, 7]
+
+    def __iter__(self):
+        for number in range(10):
+            if number == self.always or (self.failures and number == self.failures[0]):
+                self.failures = self.failures[1:]
+                raise ConnectionError(f"no answer before {number}\nand more")
+            yield number
+
+
+def test_a_stream_that_fails_is_read_on_from_where_it_failed(monkeypatch, capsys):
+    waits = []
+    monkeypatch.setattr(text_source.time, "sleep", waits.append)
+    assert list(text_source.Persistent(FailsAt())) == list(range(10))
+    assert waits == [1, 1], "what works again starts again with the shortest wait"
+    assert capsys.readouterr().err.splitlines() == [
+        f"the dataset cannot be read: no answer before {number}; again in 1 s" for number in (3, 7)
+    ]
+
+
+def test_waits_grow_and_end_in_the_users_error(monkeypatch, capsys):
+    waits, given_out = [], []
+    monkeypatch.setattr(text_source.time, "sleep", waits.append)
+    with pytest.raises(UserError, match="cannot be read any more: no answer before 5"):
+        given_out.extend(text_source.Persistent(FailsAt(always=5)))
+    assert waits[-5:] == [1, 2, 4, 8, 16]
+    assert len(capsys.readouterr().err.splitlines()) == len(waits)

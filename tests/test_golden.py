@@ -47,7 +47,7 @@ def test_the_baselines_golden_losses_are_those_of_plain_pytorch_in_fp32(wikitext
     optimizer = torch.optim.AdamW(model.parameters(), LEARNING_RATE, betas=(0.9, 0.999), eps=1e-8, weight_decay=0.01)
     losses = []
     for _ in range(STEPS):
-        loss = model(torch.stack([next(blocks) for blocks in ranks for _ in range(MICRO_BATCH)]))
+        loss = model(torch.stack([next(blocks)[0] for blocks in ranks for _ in range(MICRO_BATCH)]))
         optimizer.zero_grad()
         loss.backward()
         optimizer.step()

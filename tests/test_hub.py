@@ -6,7 +6,7 @@ import threading
 import time
 
 import pytest
-from conftest import ROOT, TINY, environment, flags, free_port, launch
+from conftest import ROOT, TINY, Running, environment, flags, free_port, launch
 from hub_server import Hub, hanging_up
 
 import text_source
@@ -51,12 +51,16 @@ def repos(wikitext_folder, tokenizer_folder, tmp_path_factory):
     return {("datasets", "Salesforce/wikitext"): folder, ("models", "openai-community/gpt2"): tokenizer_folder}
 
 
-def run_against(url, folder, **options):
-    """A run of train.py that knows the Hub under `url` only; returns it and the seconds it took."""
-    # An empty cache, and nothing of the caller's own Hub settings; download counts would go to another host.
+def hub_environment(url, folder):
+    """An empty cache, and nothing of the caller's own Hub settings; download counts would go to another host."""
     env = {key: value for key, value in environment().items() if not key.startswith(("HF_", "TRANSFORMERS_"))}
     env |= {"HF_ENDPOINT": url, "HF_HOME": str(folder / "home"), "HF_UPDATE_DOWNLOAD_COUNTS": "0"}
-    env["no_proxy"] = env["NO_PROXY"] = "127.0.0.1"
+    return env | {"no_proxy": "127.0.0.1", "NO_PROXY": "127.0.0.1"}
+
+
+def run_against(url, folder, **options):
+    """A run of train.py that knows the Hub under `url` only; returns it and the seconds it took."""
+    env = hub_environment(url, folder)
     csv = folder / "loss.csv"
     command = [ROOT / "train.py", "--deepspeed_config", ROOT / "configs/bf16_full.json", "--loss_log_file", csv]
     start = time.monotonic()
@@ -92,6 +96,31 @@ def test_only_two_splits_of_one_config_are_read_and_only_in_ranges(streamed, rep
     assert len({request.path.split("?")[0] for request in shards}) == 3, "two of training, one of validation"
     assert not list(home.rglob("*.arrow")), "a dataset was prepared on disk"
     assert not list(home.rglob("*.parquet")), "a shard was downloaded"
+
+
+@pytest.mark.slow
+def test_a_hub_that_fails_in_mid_run_is_asked_again_and_then_the_run_saves_and_ends(repos, tmp_path):
+    """The text is read anew in every epoch, here every 70 steps or so; the libraries' own retries come on top."""
+    env = hub_environment("", tmp_path)
+    options = {"batch_size": 2, "use_real_data": True, "num_steps": 100_000, "checkpoint_dir": tmp_path / "kept"}
+    with Hub(repos, MOVED) as hub:
+        env["HF_ENDPOINT"] = hub.url
+        with Running(tmp_path / "run", "bf16_full", env=env, **options) as running:
+            running.wait_for_rows(5)
+            hub.is_in_trouble = True
+            run = running.end(timeout=500)
+        hub.is_in_trouble = False
+        steps = len(run.rows)
+        assert run.code == 1
+        assert "has no data: the dataset cannot be read any more" in run.record["status"]
+        for wait in (1, 2, 4, 8, 16):
+            assert f"again in {wait} s" in run.stdout
+        assert "Traceback" not in run.stdout
+        options |= {"num_steps": steps + 3, "resume": True}
+        with Running(tmp_path / "run", "bf16_full", env=env, **options) as running:
+            run = running.end()
+    assert run.code == 0, run.stdout
+    assert f"at step {steps}" in run.stdout and len(run.rows) == steps + 3
 
 
 def complaint(run):

@@ -568,6 +568,43 @@ def test_the_last_row_of_each_step_counts(rows):
     assert dict(zip(columns["step"], columns["loss"], strict=True)) == dict(rows)
 
 
+HOSTILE = (
+    "9" * 200_000,
+    "x" * 200_000,
+    "1e999999",
+    "=cmd|'/C touch owned'!A0",
+    "__import__('os').system('touch owned')",
+    "$(touch owned)",
+    "\x1b[2J\x00\r",
+    '"' * 7,
+    "../../owned",
+    "<script>owned</script>",
+)
+
+
+@pytest.mark.parametrize("text", HOSTILE)
+def test_hostile_cells_and_records_are_data(capsys, text):
+    """As a loss, as a cell of a column of its own, and as every text of the record."""
+    nested = text
+    for _ in range(200):
+        nested = {"deeper": [nested]}
+    record = {"status": text, "config_name": text, "device": text, "memory_kind": text, "versions": nested}
+    write_run("a", losses(40), {})
+    write_run("b", losses(40), record, another=[text] * 40)
+    written = Path("b.csv").read_text().splitlines()
+    written[5] = f"4,{text},{text}"
+    Path("b.csv").write_text("\n".join(written) + "\n")
+    try:
+        tables = compare(capsys, "--run", "ref=a.csv", "--run", "b=b.csv", "--output", "out/f.svg", "--allow_mismatch")
+    except plot_loss.UserError as refused:
+        tables = plot_loss.clean(refused, 1000)
+        assert str(refused).isprintable() or plot_loss.clean(refused, 1000).isprintable()
+    assert all(line.isprintable() for line in tables.split("\n"))
+    files = {path.relative_to(Path()).as_posix() for path in Path().rglob("*")}
+    assert files <= {"a.csv", "a.json", "b.csv", "b.json", "out", "out/f.svg"}
+    assert not any((parent / "owned").exists() for parent in [Path.cwd(), *Path.cwd().parents])
+
+
 # Labels, figure, files
 
 
