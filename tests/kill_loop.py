@@ -57,7 +57,7 @@ def main():
     with tempfile.TemporaryDirectory() as name:
         folder = Path(name)
         # A save takes longer than a step here, so that most kills fall into one.
-        options = {"vocab_size": 512, "num_steps": 8 * args.kills, "checkpoint_interval": 1, "hidden_dim": 128}
+        options = {"vocab_size": 512, "num_steps": 100 * args.kills, "checkpoint_interval": 1, "hidden_dim": 128}
         kills = in_a_save = 0
         while kills < args.kills:
             kept = folder / "killed" / "kept"

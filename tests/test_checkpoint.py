@@ -59,7 +59,7 @@ def test_a_killed_run_continues_bit_for_bit(tmp_path, data, config, stage):
     assert whole.code == 0, whole.stdout
     kept = tmp_path / "killed" / "kept"
     with Running(tmp_path / "killed", config, **options, checkpoint_dir=kept) as running:
-        running.wait_for_rows(18)
+        running.wait_for_rows(16)
         os.killpg(running.process.pid, signal.SIGKILL)
     newest = checkpoint.complete(kept)[0]
     # The newest is damaged on top: the one before has to do, and the rows between are cut from the CSV.
