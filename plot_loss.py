@@ -396,6 +396,17 @@ def peak(run):
     return float(run.known("peak_bytes").max()) if len(run.known("peak_bytes")) else None
 
 
+def recorded_speed(name):
+    """A measure of a run: tflops_per_device or mfu of its record's "speed"; None without."""
+
+    def measure(run):
+        recorded = (run.record or {}).get("speed")
+        value = number(recorded.get(name)) if isinstance(recorded, dict) else None
+        return value if value is not None and value > 0 else None
+
+    return measure
+
+
 def lost_updates(run):
     """Mean fraction of weight updates that rounding lost, over the last 20 % of the run's steps."""
     values = last_part(run.columns.get("lost_update_fraction", np.array([np.nan])))
@@ -537,9 +548,14 @@ def memory_table(groups):
         ]
         rows.append(row)
     title = f"Memory ({memory_kind(groups)}; GB are 2^30 bytes, GiB) and step time"
-    return table(
-        title, ["Configuration", "Allocated (GB)", "saved", "Peak (GB)", "saved", "Avg step (s)", "change"], rows
-    ), None
+    header = ["Configuration", "Allocated (GB)", "saved", "Peak (GB)", "saved", "Avg step (s)", "change"]
+    for name, heading, style in (("tflops_per_device", "TFLOP/s a device", "{:.4g}"), ("mfu", "MFU", "{:.1%}")):
+        values = [group.average(recorded_speed(name)) for group in groups]
+        if any(value is not None for value in values):
+            header.append(heading)
+            for row, value in zip(rows, values, strict=True):
+                row.append("n/a" if value is None else style.format(value).replace("%", " %"))
+    return table(title, header, rows), None
 
 
 def component_table(groups):

@@ -7,6 +7,7 @@ import signal
 import subprocess
 import sys
 import time
+from functools import partial
 from pathlib import Path
 
 import psutil
@@ -27,7 +28,9 @@ def script_environment():
 def start(*arguments, cwd):
     command = list(map(str, [SCRIPT, *arguments]))
     pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE, "text": True}
-    return subprocess.Popen(command, cwd=cwd, env=script_environment(), **pipes)
+    # Where the tests run in the background, SIGINT is ignored, and a shell cannot trap what it was told to ignore.
+    heed = partial(signal.signal, signal.SIGINT, signal.SIG_DFL)
+    return subprocess.Popen(command, cwd=cwd, env=script_environment(), preexec_fn=heed, **pipes)
 
 
 def wait_for_rows(process, csv, rows):

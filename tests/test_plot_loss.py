@@ -605,6 +605,18 @@ def test_hostile_cells_and_records_are_data(capsys, text):
     assert not any((parent / "owned").exists() for parent in [Path.cwd(), *Path.cwd().parents])
 
 
+def test_flops_are_shown_where_they_are_recorded(capsys):
+    speed = {"tflops_per_device": 400.25, "mfu": 0.4047, "peak_tflops": 989}
+    write_run("a", losses(), {"mean_step_time_s": 0.5, "speed": speed})
+    write_run("b", losses(), {"mean_step_time_s": 0.5, "speed": {"tflops_per_device": "=1+1", "mfu": None}})
+    tables = compare(capsys, "--run", "ref=a.csv", "--run", "b=b.csv")
+    assert "| TFLOP/s a device | MFU |" in tables
+    assert row(tables, "Memory", "ref")[-2:] == ["400.2", "40.5 %"]
+    assert row(tables, "Memory", "b")[-2:] == ["n/a", "n/a"]
+    write_run("c", losses(), {"mean_step_time_s": 0.5})
+    assert "TFLOP" not in compare(capsys, "--run", "ref=c.csv")
+
+
 # Labels, figure, files
 
 
