@@ -69,6 +69,7 @@ class RowsFile:
     def __init__(self, path):
         self.path, self.rows, self.complained = path, [], False
         self.written = self.size = 0  # rows and bytes in the file
+        self.is_new = not path.exists()
         try:
             self.file = self.open()
         except BlockingIOError:
@@ -83,6 +84,11 @@ class RowsFile:
             os.close(file)
             raise
         return file
+
+    def withdraw(self):
+        """Leave no file behind that was not there before: the run does not begin."""
+        if self.is_new:
+            self.path.unlink(missing_ok=True)
 
     def begin(self, first_step):
         """Cut the file to its header and the rows before first_step; returns those, as dicts of text."""

@@ -623,10 +623,9 @@ def prepare_output(args):
         raise UserError(f"cannot write --loss_log_file {path}: {error.strerror}") from error
 
 
-def prepare(args, config, device, stop):
+def prepare(args, config, device, stop, rows):
     """Everything up to the first step of a new or resumed run, as a Run."""
     micro_batch = together(lambda: check_with_deepspeed(config)).train_micro_batch_size_per_gpu
-    rows = together(lambda: prepare_output(args))
     text, validation = None, None
     if args.use_real_data:
         *text, validation = load_text(args, micro_batch)
@@ -694,7 +693,13 @@ def main():
         stop.introduce()
         for note in notes:
             say(note)
-        run, code = prepare(args, config, device, stop), 0
+        rows, code = together(lambda: prepare_output(args)), 0
+        try:
+            run = prepare(args, config, device, stop, rows)
+        except UserError:
+            if rows is not None:
+                rows.withdraw()
+            raise
         stop.log = run.log
         try:
             with run.memory.explain_out_of_memory(stop):
