@@ -173,8 +173,10 @@ class CarefulEngine:
         if self.error is None:
             try:
                 return action()
-            except (OSError, RuntimeError) as error:  # torch's zip writer raises RuntimeError when the disk is full
-                self.error = getattr(error, "strerror", None) or str(error).splitlines()[0][:200]
+            except OSError as error:
+                self.error = error.strerror or str(error)
+            except RuntimeError as error:  # torch's zip writer, which does not tell the system's reason
+                self.error = f"a file was cut short, as on a full disk ({str(error).splitlines()[0][:200]})"
         return None
 
 
