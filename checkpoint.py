@@ -141,7 +141,7 @@ class Checkpoints:
         if problem is None:
             self.saved_step = step
             if dist.get_rank() == 0:
-                prune(self.folder, self.keep)
+                prune(self.folder, self.keep, step)
         else:
             say(f"WARNING: NO CHECKPOINT at step {step}: {problem}; the last good one stays", sys.stderr)
             if dist.get_rank() == 0:
@@ -279,9 +279,12 @@ def damaged(found, rank=0, world_size=1):
     return None
 
 
-def prune(folder, keep):
-    """Remove all but the newest `keep` steps, and what earlier runs left half written."""
-    steps = sorted({found.step for found in complete(folder)}, reverse=True)
+def prune(folder, keep, step):
+    """Remove all but the newest `keep` steps up to `step`, the one just saved, and what earlier runs left half written.
+
+    Later ones are damaged, or of a run that was begun anew: left there, they would count as newer than what is saved.
+    """
+    steps = sorted({found.step for found in complete(folder) if found.step <= step}, reverse=True)
     for found in complete(folder):
         if found.step not in steps[:keep]:
             discard(found.path)

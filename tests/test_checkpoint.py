@@ -258,10 +258,10 @@ def test_what_is_not_whole_or_lies_elsewhere_is_no_checkpoint(tmp_path):
 
 
 def test_the_newest_stay_and_half_written_ones_go(tmp_path):
-    for step in (1, 2, 3, 4):
+    for step in (9, 1, 2, 3, 4):  # 9 is of an earlier run
         make(tmp_path, step)
     (tmp_path / "step_00000005.partial").mkdir()
-    checkpoint.prune(tmp_path, 2)
+    checkpoint.prune(tmp_path, 2, 4)
     assert sorted(path.name for path in tmp_path.iterdir()) == ["latest", "step_00000003", "step_00000004"]
     assert (tmp_path / "latest").read_text() == "step_00000004"
 
